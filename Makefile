@@ -1,0 +1,58 @@
+# Everything runs in .venv, which the first target makes: Python 3.12 or 3.13 from PATH or pyenv, then pip.
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+PYTEST := $(BIN)/python -m pytest
+# Pure tests first: the cheapest failure is the first one seen.
+RINGS := $(wildcard tests/policy tests/unit tests/property tests/golden tests/hooks tests/distributed tests/examples tests/e2e tests/gpu)
+
+.PHONY: help install demo test test-pure test-gpu lint format invariance bench-instruction clean
+
+help:
+	@echo "make demo               pretrain a small GPT, then PPO under a plan on four ranks (CPU; about 10 minutes)"
+	@echo "make test               lint and every test that this machine can run"
+	@echo "make test-pure          the tests without processes"
+	@echo "make test-gpu           the tests that need CUDA"
+	@echo "make lint               ruff, import-linter, mypy"
+	@echo "make invariance         the same PPO run under many plans, one JSON line per plan"
+	@echo "make bench-instruction  cost of one instruction with null calls"
+
+$(STAMP): setup.py pyproject.toml megatron_real.pth .ci/find-python
+	@python="$$(PYTHON='$(PYTHON)' .ci/find-python)" && { test -x $(BIN)/python || "$$python" -m venv $(VENV); }
+	@echo "installing into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --editable '.[megatron,dev]'
+	@touch $@
+
+install: $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/python examples/demo.py
+
+test: lint
+	@$(PYTEST) $(RINGS) $(PYTEST_ARGS)
+
+test-pure: $(STAMP)
+	@$(PYTEST) $(wildcard tests/policy tests/unit tests/property tests/golden) $(PYTEST_ARGS)
+
+test-gpu: $(STAMP)
+	@$(PYTEST) tests/gpu -m gpu $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/lint-imports --cache-dir $(VENV)/.import_linter > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
+	@$(BIN)/mypy --no-error-summary
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format --quiet .
+
+invariance: $(STAMP)
+	@$(BIN)/python benchmarks/invariance.py
+
+bench-instruction: $(STAMP)
+	@$(BIN)/python benchmarks/instruction_cost.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
