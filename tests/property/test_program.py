@@ -1,0 +1,318 @@
+"""The invariants of `megatron_real.program`, over random graphs and plans: order, no deadlock, versions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_real.data_plan import build_transfer_plans
+from megatron_real.plan import CopyKey, Plan
+from megatron_real.program import (
+    Offload,
+    Program,
+    Realloc,
+    Reload,
+    Run,
+    Save,
+    Side,
+    Step,
+    Transfer,
+    compile_program,
+)
+from tests.property.strategies import assign_all, graphs, lengths, plans
+
+SEQUENCES = 32
+Time = tuple[int, int]
+"""(iteration, index of the instruction)."""
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    graph = draw(graphs())
+    return compile_program(graph, draw(plans(graph, draw(st.sampled_from([1, 2, 3, 4, 6, 8])))))
+
+
+@dataclass
+class Machine:
+    """Ranks that block wherever a rank can block.
+
+    A call, a realloc, an offload and a save need all their ranks at once. A send is posted without waiting and done when
+    it is received (gloo). A receive is posted in the order that `runtime.transfer` keeps, and waited for. Messages of a
+    pair match by order alone.
+    """
+
+    program: Program
+    messages: dict[int, list[tuple[int, int]]]
+    """(src, dst) of each message by the index of its transfer."""
+    saves: set[int]
+    """Iterations that save."""
+    sent: dict[tuple[int, int], list[Time]] = field(default_factory=lambda: defaultdict(list))
+    posted: dict[tuple[int, int], list[Time]] = field(default_factory=lambda: defaultdict(list))
+
+    def run(self, iterations: int) -> None:
+        waiting = {rank: list(self._actions(rank, iterations)) for rank in range(self.program.world_size)}
+        at = dict.fromkeys(waiting, 0)
+        moved = True
+        while moved:
+            moved = False
+            for rank, actions in waiting.items():
+                while at[rank] < len(actions) and self._can(rank, actions[at[rank]], waiting, at):
+                    at[rank] += 1
+                    moved = True
+            moved |= self._meet(waiting, at)
+        stuck = {rank: actions[at[rank]] for rank, actions in waiting.items() if at[rank] < len(actions)}
+        assert not stuck, f"deadlock: {stuck}"
+        assert self.sent == self.posted, "messages of a pair are sent and received in one order"
+
+    def _actions(self, rank: int, iterations: int) -> Iterator[tuple[str, Time, tuple[int, ...]]]:
+        """(kind, time, ranks) of everything that the rank does."""
+        incoming = [
+            index
+            for index, instruction in enumerate(self.program.instructions)
+            if isinstance(instruction, Transfer) and rank in instruction.targets
+        ]
+        for iteration in range(iterations):
+            unposted = list(incoming)
+            for step in self.program.steps(rank):
+                time = (iteration, step.index)
+                match step:
+                    case Step(instruction=Save()):
+                        if iteration in self.saves:
+                            yield "drain", time, ()
+                            yield "meet", time, step.instruction.ranks
+                    case Step(side=Side.SEND):
+                        yield "send", time, ()
+                    case Step(side=Side.RECEIVE):
+                        while unposted and unposted[0] <= step.index:
+                            yield "post", (iteration, unposted.pop(0)), ()
+                        yield "wait", time, ()
+                    case _:
+                        yield "meet", time, step.instruction.ranks
+            assert not unposted, "every transfer is received in its iteration"
+            yield "drain", (iteration - 1, len(self.program.instructions)), ()
+        yield "drain", (iterations, 0), ()
+
+    def _can(self, rank: int, action: tuple[str, Time, tuple[int, ...]], waiting: object, at: object) -> bool:
+        kind, (iteration, index), ranks = action
+        match kind:
+            case "send" | "post":
+                side = self.sent if kind == "send" else self.posted
+                for src, dst in self.messages.get(index, []):
+                    if rank == (src if kind == "send" else dst):
+                        side[src, dst].append((iteration, index))
+                return True
+            case "wait":
+                for src, dst in self.messages.get(index, []):
+                    if dst == rank:
+                        place = self.posted[src, dst].index((iteration, index))
+                        if place >= len(self.sent[src, dst]):
+                            return False
+                        assert self.sent[src, dst][place] == (iteration, index), (
+                            "another message would be taken for it"
+                        )
+                return True
+            case "drain":
+                return all(
+                    len(self.posted[pair]) > place
+                    for pair, times in self.sent.items()
+                    if pair[0] == rank
+                    for place, time in enumerate(times)
+                    if time < (iteration, index)
+                )
+        return ranks == (rank,)
+
+    def _meet(self, waiting: dict[int, list[tuple[str, Time, tuple[int, ...]]]], at: dict[int, int]) -> bool:
+        for rank, actions in waiting.items():
+            if at[rank] == len(actions) or actions[at[rank]][0] != "meet":
+                continue
+            wanted = actions[at[rank]]
+            if all(at[o] < len(waiting[o]) and waiting[o][at[o]] == wanted for o in wanted[2]):
+                for other in wanted[2]:
+                    at[other] += 1
+                return True
+        return False
+
+
+def _messages(program: Program, data: st.DataObject) -> dict[int, list[tuple[int, int]]]:
+    graph, plan = program.graph, program.plan
+    known = data.draw(lengths(SEQUENCES))
+    transfers = build_transfer_plans(graph, plan, assign_all(graph, plan, known, 1))
+    messages: dict[int, list[tuple[int, int]]] = {}
+    for index, instruction in enumerate(program.instructions):
+        match instruction:
+            case Transfer(consumer=None, source=source, targets=targets):
+                messages[index] = [(source.start + rank % source.size, rank) for rank in targets]
+            case Transfer(producer=producer, consumer=str(consumer)):
+                messages[index] = [(m.src, m.dst) for m in transfers[producer, consumer].messages]
+    return messages
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_no_program_deadlocks_and_messages_match(data: st.DataObject) -> None:
+    program = data.draw(programs())
+    saves = data.draw(st.sets(st.integers(0, 2)))
+    Machine(program=program, messages=_messages(program, data), saves=saves).run(3)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_messages_only_go_where_the_instruction_says(data: st.DataObject) -> None:
+    program = data.draw(programs())
+    for index, pairs in _messages(program, data).items():
+        transfer = program.instructions[index]
+        assert isinstance(transfer, Transfer)
+        for src, dst in pairs:
+            assert src in transfer.source
+            assert dst in transfer.targets
+
+
+def test_the_machine_can_deadlock() -> None:
+    """Two ranks that meet in opposite orders are seen to block."""
+    machine = Machine(program=None, messages={}, saves=set())  # type: ignore[arg-type]
+    a, b = ("meet", (0, 0), (0, 1)), ("meet", (0, 1), (0, 1))
+    assert not machine._meet({0: [a, b], 1: [b, a]}, {0: 0, 1: 0})
+    assert machine._meet({0: [a, b], 1: [a, b]}, {0: 0, 1: 0})
+
+
+@settings(deadline=None, max_examples=40)
+@given(programs())
+def test_steps_follow_the_global_order(program: Program) -> None:
+    everywhere: dict[int, set[int]] = defaultdict(set)
+    for rank in range(program.world_size):
+        steps = program.steps(rank)
+        own = [step.index for step in steps if step.side is not Side.RECEIVE]
+        assert own == sorted(set(own)), "a subsequence of the global order"
+        received = [step.index for step in steps if step.side is Side.RECEIVE]
+        assert len(set(received)) == len(received)
+        for place, step in enumerate(steps):
+            everywhere[step.index].add(rank)
+            if step.side is Side.RECEIVE:
+                after = next(s for s in steps[place:] if s.side is not Side.RECEIVE)
+                assert isinstance(after.instruction, Run), "receives stand right before a run"
+                assert step.index < after.index
+                assert isinstance(step.instruction, Transfer)
+                assert step.instruction.consumer in (None, after.instruction.call)
+    for index, instruction in enumerate(program.instructions):
+        assert everywhere[index] == set(instruction.ranks), "every rank that an instruction names takes part"
+
+
+@settings(deadline=None, max_examples=40)
+@given(programs())
+def test_lengths_arrive_before_anything_needs_them(program: Program) -> None:
+    generates = {
+        call.name: program.plan.calls[call.name].mesh
+        for call in program.graph.calls
+        if call.type == "generate"
+    }
+    for rank in range(program.world_size):
+        knows = False
+        for step in program.steps(rank):
+            match step.instruction:
+                case Transfer(consumer=None) if step.side is Side.RECEIVE:
+                    knows = True
+                case Run(call=call) if call in generates:
+                    knows = True
+                case Run() | Transfer():
+                    assert knows, f"rank {rank} is at {step.name} without the lengths"
+
+
+@dataclass
+class Weights:
+    """Versions of all copies, by walking the instructions in their global order."""
+
+    program: Program
+    versions: dict[CopyKey, int | None] = field(default_factory=dict)
+    """None: the storage is free, its values are on the host or in the optimizer."""
+    kept: dict[CopyKey, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.versions = {self.program.home(model): 0 for model in self.program.graph.models}
+
+    def walk(self, iteration: int) -> None:
+        trained = defaultdict(int)
+        for instruction in self.program.instructions:
+            match instruction:
+                case Run(copy=None):
+                    pass
+                case Run(call=name, copy=copy) as run:
+                    call = self.program.graph.call(name)
+                    count = iteration + trained[copy.model] if self.program.graph.trained(copy.model) else 0
+                    assert self.versions.get(copy) == count, f"{run.name} in iteration {iteration}"
+                    assert run.version_offset == trained[copy.model]
+                    if call.trains:
+                        assert copy == self.program.home(copy.model)
+                        trained[copy.model] += 1
+                        self.versions[copy] = count + 1
+                    if run.release:
+                        assert copy != self.program.home(copy.model)
+                        del self.versions[copy]
+                case Realloc(source=source, target=target):
+                    assert self.versions.get(source) is not None, "the source has weights"
+                    assert self.versions.get(target) != self.versions[source], "nothing is filled twice"
+                    self.versions[target] = self.versions[source]
+                case Offload(copy=copy):
+                    version = self.versions[copy]
+                    assert version is not None
+                    self.kept[copy] = version
+                    self.versions[copy] = None
+                case Reload(copy=copy):
+                    if copy in self.kept:
+                        self.versions[copy] = self.kept.pop(copy)
+
+
+@settings(deadline=None, max_examples=40)
+@given(programs())
+def test_calls_run_on_the_weights_that_the_graph_asks_for(program: Program) -> None:
+    weights = Weights(program=program)
+    homes = {program.home(model) for model in program.graph.models}
+    for iteration in range(3):
+        weights.walk(iteration)
+        assert set(weights.versions) == homes, "only home copies outlive an iteration"
+        for copy in homes:
+            if program.graph.trained(copy.model):
+                assert weights.versions[copy] == iteration + 1, "a trained model can be saved"
+
+
+@settings(deadline=None, max_examples=40)
+@given(programs())
+def test_compile_is_deterministic_and_names_are_unique(program: Program) -> None:
+    again = compile_program(program.graph, Plan.loads(program.plan.dumps()))
+    assert again == program
+    names = [i.name for i in program.instructions if not isinstance(i, Offload | Reload)]
+    assert len(set(names)) == len(names), "progress, traces and faults name instructions"
+
+
+def test_the_weights_machine_can_fail() -> None:
+    program = compile_program(*_tiny())
+    broken = Program(
+        graph=program.graph,
+        plan=program.plan,
+        instructions=tuple(i for i in program.instructions if not isinstance(i, Realloc)),
+        world_size=program.world_size,
+    )
+    with pytest.raises(AssertionError, match="run:gen in iteration 0"):
+        Weights(program=broken).walk(0)
+
+
+def _tiny() -> tuple[object, Plan]:
+    from megatron_real.dataflow import Call, CallType, Graph, Input, KeySpec, Per
+
+    graph = Graph(
+        name="tiny",
+        calls=(
+            Call(name="gen", model="m", type=CallType.GENERATE, outputs=("tokens",)),
+            Call(name="train", model="m", type=CallType.TRAIN, inputs=(Input(key="tokens"),)),
+        ),
+        keys=(KeySpec(name="tokens", per=Per.TOKEN, dtype="int64"),),
+    )
+    text = (
+        '{"algorithm": "tiny", "cluster": {"devices_per_node": 2}, "calls": {'
+        '"gen": {"ranks": [0, 2], "layout": {"dp": 2}}, "train": {"ranks": [0, 2], "layout": {"tp": 2}}}}'
+    )
+    return graph, Plan.loads(text)
