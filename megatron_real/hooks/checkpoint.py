@@ -1,0 +1,284 @@
+"""Checkpoints in Megatron's distributed format: read those that Megatron wrote, write those that Megatron reads.
+
+One directory per model. `torch.distributed.checkpoint` meets on WORLD, so every rank joins each save and load; ranks
+without the model bring nothing. What is wrong with a checkpoint (missing, legacy format, another shape) is found from its
+metadata before the first collective.
+"""
+
+from __future__ import annotations
+
+import copy as copy_module
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
+
+from megatron_real.errors import ConfigError, Problem, raise_problems
+from megatron_real.hooks.model_copy import ModelCopy
+from megatron_real.hooks.roles import architecture_of
+
+__all__ = [
+    "check_architecture",
+    "find_checkpoint",
+    "load_copy",
+    "read_common",
+    "read_run_state",
+    "save_copy",
+    "write_run_state",
+]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RUN_STATE = "run_state.json"
+HEAD_KEYS = ("value_head.", "output_layer.")
+_CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""What Megatron needs to know of the content to read it back (its ``content_metadata``)."""
+
+
+def find_checkpoint(folder: str | Path, iteration: int | None = None) -> Path:
+    """The iteration folder of a Megatron checkpoint: the one its tracker file names, or `iteration`.
+
+    Raises:
+        ConfigError: there is none, or it is in Megatron's legacy format.
+    """
+    root = Path(folder)
+    name = f"iter_{iteration:07d}" if iteration is not None else _tracked(root)
+    found = root / name
+    if not found.is_dir():
+        raise ConfigError(f"checkpoint {root}: found no folder {name}; its {TRACKER} names it. The checkpoint is incomplete.")
+    if any(found.glob("mp_rank_*")):
+        raise ConfigError(
+            f"checkpoint {found}: found Megatron's legacy format (mp_rank_* folders); expected torch_dist. Convert it: "
+            "start the training script that wrote it with --ckpt-convert-format torch_dist."
+        )
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(found)):
+        raise ConfigError(f"checkpoint {found}: found no metadata.json; expected a Megatron torch_dist checkpoint.")
+    return found
+
+
+def _tracked(root: Path) -> str:
+    tracker = root / TRACKER
+    try:
+        text = tracker.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"checkpoint {root}: {tracker.name} cannot be read ({error.strerror}). Give a folder that Megatron saved.") from error
+    if text == "release":
+        return "release"
+    if not text.isdigit():
+        raise ConfigError(f"checkpoint {root}: {TRACKER} has {text!r}; expected an iteration or 'release'.")
+    return f"iter_{int(text):07d}"
+
+
+def read_common(found: Path) -> dict[str, Any]:
+    """What a checkpoint stores besides tensors (``args``, ``iteration``, ...). No collective."""
+    return dist_checkpointing.load_common_state_dict(str(found))
+
+
+def check_architecture(role: str, args: Namespace, stored: Namespace, found: Path) -> None:
+    """Compare the architecture that was asked for with the one that a checkpoint stores.
+
+    Raises:
+        ConfigError: listing every argument that differs.
+    """
+    mine, theirs = architecture_of(args), architecture_of(stored)
+    ignored = {"max_position_embeddings"} if mine.get("position_embedding_type") == "rope" else set()
+    raise_problems(
+        (
+            Problem(path=f"--{name.replace('_', '-')}", found=repr(mine[name]), expected=f"{theirs[name]!r}, as stored")
+            for name in mine.keys() & theirs.keys() - ignored
+            if mine[name] != theirs[name]
+        ),
+        subject=f"{role}: checkpoint {found} has another shape",
+        error=ConfigError,
+    )
+
+
+def _metadata(copy: ModelCopy) -> dict[str, Any]:
+    return {**_CONTENT, "dp_cp_group": copy.parallel.pg_collection.dp_cp}
+
+
+def _model_state(copy: ModelCopy, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    several = len(copy.chunks) > 1
+    return {
+        f"model{index if several else ''}": chunk.sharded_state_dict(metadata=dict(metadata))
+        for index, chunk in enumerate(copy.chunks)
+    }
+
+
+def _sharded_tensors(state: Mapping[str, Any]) -> dict[str, ShardedTensor]:
+    from megatron.core.dist_checkpointing.mapping import apply_factories
+
+    plain = copy_module.copy(dict(state))
+    plain, _ = extract_matching_values(plain, lambda value: True)
+    apply_factories(plain)
+    found, _ = extract_matching_values(plain, lambda value: isinstance(value, ShardedTensor), return_lists_as_dicts=True)
+    flat: dict[str, ShardedTensor] = {}
+    stack: list[Any] = [found]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, ShardedTensor):
+            flat[item.key] = item
+        elif isinstance(item, dict):
+            stack += item.values()
+        elif isinstance(item, list):
+            stack += item
+    return flat
+
+
+def load_copy(
+    copy: ModelCopy | None, role: str, found: Path, *, version: int = 0, optimizer: bool = False
+) -> list[str]:
+    """Load weights, and the optimizer's state if asked for, into a copy.
+
+    Collective over WORLD; ranks outside the copy's mesh pass None. A scalar head that the checkpoint does not have keeps
+    its fresh values; so do padding rows of the vocabulary beyond the stored ones.
+
+    Args:
+        version: the copy's version afterwards.
+
+    Returns:
+        Parameters that the checkpoint did not have.
+
+    Raises:
+        ConfigError: a parameter is missing or has another shape (all of them listed), before any collective.
+    """
+    stored = dist_checkpointing.load_tensors_metadata(str(found))
+    state: dict[str, Any] = {}
+    fresh: list[str] = []
+    if copy is not None:
+        with copy.parallel.active():
+            metadata = _metadata(copy)
+            state = _model_state(copy, metadata)
+            fresh = _drop_fresh_head(state, stored)
+            _check_shapes(role, state, stored, found)
+            if optimizer:
+                state["optimizer"] = copy.optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)
+    loaded = dist_checkpointing.load(state, str(found), validate_access_integrity=False)
+    if copy is not None:
+        with copy.parallel.active():
+            for index, chunk in enumerate(copy.chunks):
+                name = f"model{index if len(copy.chunks) > 1 else ''}"
+                missing, _ = chunk.load_state_dict(loaded[name], strict=False)
+                unexpected = [key for key in missing if not key.endswith("_extra_state") and not _is_head(key, fresh)]
+                assert not unexpected, f"load_state_dict left {unexpected} unset"
+        copy.weights_arrived(version)
+        if optimizer:
+            with copy.parallel.active():
+                copy.optimizer.load_state_dict(loaded["optimizer"])
+            if copy.scheduler is not None:
+                copy.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    return fresh
+
+
+def _is_head(key: str, fresh: list[str]) -> bool:
+    return bool(fresh) and key.startswith("output_layer")
+
+
+def _drop_fresh_head(state: dict[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    """Take the scalar head out of what is loaded when the checkpoint is a language model's."""
+    fresh = []
+    for chunk_state in state.values():
+        for name in list(chunk_state):
+            entry = chunk_state[name]
+            if isinstance(entry, ShardedTensor) and entry.key.startswith("value_head.") and entry.key not in stored:
+                fresh.append(entry.key)
+                del chunk_state[name]
+    return fresh
+
+
+def _check_shapes(role: str, state: Mapping[str, Any], stored: Mapping[str, Any], found: Path) -> None:
+    problems = []
+    for key, tensor in sorted(_sharded_tensors(state).items()):
+        other = stored.get(key)
+        if other is None:
+            problems.append(Problem(path=key, found="no such parameter in the checkpoint", expected=str(tuple(tensor.global_shape))))
+        elif tuple(other.global_shape) != tuple(tensor.global_shape) and not tensor.allow_shape_mismatch:
+            problems.append(
+                Problem(path=key, found=str(tuple(other.global_shape)), expected=str(tuple(tensor.global_shape)))
+            )
+    raise_problems(problems, subject=f"{role}: checkpoint {found} has another shape", error=ConfigError)
+
+
+def save_copy(copy: ModelCopy | None, folder: Path, iteration: int, args: Namespace, *, owner: int) -> None:
+    """Write one model with its optimizer as a checkpoint that Megatron's own `load_checkpoint` reads.
+
+    Collective over WORLD; ranks outside the copy's mesh pass None. `owner` is a rank inside the mesh: what the optimizer
+    keeps besides tensors is brought from it to rank 0, which writes it.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    target = folder / f"iter_{iteration:07d}"
+    if torch.distributed.get_rank() == 0:
+        target.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    state: dict[str, Any] = {}
+    common: dict[str, Any] = {}
+    if copy is not None:
+        with copy.parallel.active():
+            metadata = _metadata(copy)
+            state = _model_state(copy, metadata)
+            if copy.optimizer is not None:
+                state["optimizer"] = copy.optimizer.sharded_state_dict(state, metadata=metadata)
+            probe, _ = extract_matching_values(state, lambda value: True)
+            _, common = extract_matching_values(probe, lambda value: isinstance(value, ShardedBase))
+            if copy.scheduler is not None:
+                common["opt_param_scheduler"] = copy.scheduler.state_dict()
+    shared: list[Any] = [common if torch.distributed.get_rank() == owner else None]
+    torch.distributed.broadcast_object_list(shared, src=owner)
+    _merge(state, shared[0])
+    state.update({"args": _storable(args), "checkpoint_version": 3.0, "iteration": iteration})
+    dist_checkpointing.save(state, str(target), content_metadata=dict(_CONTENT), validate_access_integrity=False)
+    if torch.distributed.get_rank() == 0:
+        _write_atomically(folder / TRACKER, str(iteration))
+
+
+def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Add what `other` has and `into` lacks, level by level."""
+    for name, value in other.items():
+        if isinstance(value, Mapping) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into.setdefault(name, value)
+
+
+def _storable(args: Namespace) -> Namespace:
+    """Arguments without what only our run has and Megatron could not read back."""
+    kept = copy_module.copy(args)
+    for name in [name for name in vars(kept) if name.startswith("real_")]:
+        delattr(kept, name)
+    kept.no_save_rng = True  # sampling is keyed; there is no RNG state to go on from
+    kept.no_save_optim = False
+    return kept
+
+
+def write_run_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write what a resumed run needs besides the models; it names the iteration that all model folders have. Rank 0."""
+    _write_atomically(folder / RUN_STATE, json.dumps(state, indent=1, sort_keys=True))
+
+
+def read_run_state(folder: Path) -> dict[str, Any] | None:
+    """The last complete save of a run's `folder`; None when there is none."""
+    path = folder / RUN_STATE
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not JSON ({error.msg}). Remove it to start anew.") from error
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)

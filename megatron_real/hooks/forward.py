@@ -1,0 +1,277 @@
+"""Inference and training passes of a model copy over packed sequences, on Megatron's pipeline schedules.
+
+What a pass returns is one number per response token (or per sequence); logits never leave the tensor-parallel rank
+that computed them, and only those of positions that predict a response token are computed.
+
+Invariants (tests/hooks/test_forward.py):
+    - outputs, losses, statistics and gradient norms are the same under every layout and every cut into micro-batches;
+    - a gradient is that of the objective's sum over the *global* minibatch divided by its number of response tokens.
+
+Shape legend: s positions, b sequences, h hidden size, R response tokens and S sequences of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+
+from megatron_real.backend import Head, Minibatch, Objective
+from megatron_real.batch import Batch
+from megatron_real.dataflow import Per
+from megatron_real.errors import PlanError, RealError
+from megatron_real.hooks.logprobs import vocab_parallel_logprobs_and_entropy
+from megatron_real.hooks.model_copy import ModelCopy
+from megatron_real.hooks.padding import PaddedMicrobatch, Positions
+from megatron_real.hooks.schedule import is_last_stage, pad_all, run_schedule
+
+__all__ = ["infer", "train"]
+
+
+@torch.no_grad()
+def infer(
+    copy: ModelCopy, batch: Batch, microbatches: Sequence[Sequence[int]], head: Head, temperature: float
+) -> torch.Tensor | None:
+    """Forward pass over this data-parallel rank's sequences, in evaluation mode.
+
+    Collective over the copy's model-parallel ranks.
+
+    Args:
+        copy: the model.
+        batch: its sequences; ``tokens`` on the first and the last pipeline stage.
+        microbatches: the sequence ids of each micro-batch; together those of the batch.
+        head: what to return.
+        temperature: divides the logits (head LOGPROBS).
+
+    Returns:
+        The head's flat fp32 tensor in the order of `batch.ids` on the last stage, equal on its tensor-parallel ranks;
+        None elsewhere.
+
+    Raises:
+        PlanError: the model has no such head, or the layout does not take these micro-batches.
+    """
+    _check(copy, head)
+    ids = tuple(i for part in microbatches for i in part)
+    if sorted(ids) != sorted(batch.ids):
+        raise RealError(f"copy {copy.key}: found micro-batches of {len(ids)} sequences; expected the batch's {len(batch.ids)}.")
+    padded = pad_all(copy, batch, microbatches)
+    _check_length(copy, padded)
+
+    def forward_step(iterator: Iterator[PaddedMicrobatch], model: Any) -> tuple[Any, Any]:
+        outputs = _run_model(copy, model, next(iterator), head, temperature, with_entropy=False)
+        return outputs, lambda found, non_loss_data: found[head.value]
+
+    with copy.parallel.active():
+        for chunk in copy.chunks:
+            chunk.eval()
+        parts = run_schedule(copy, copy.chunks, forward_step, padded, train=False)
+    if not is_last_stage(copy):
+        return None
+    flat = torch.cat(parts)
+    if ids == batch.ids:
+        return flat
+    per = Per.SEQUENCE if head is Head.SCORES else Per.RESPONSE
+    lengths = dict(zip(batch.ids, batch.lengths(per), strict=True))
+    pieces = dict(zip(ids, flat.split([lengths[i] for i in ids]), strict=True))
+    return torch.cat([pieces[i] for i in batch.ids])
+
+
+def train(
+    copy: ModelCopy, batch: Batch, minibatches: Sequence[Minibatch], objective: Objective, temperature: float
+) -> dict[str, Any]:
+    """One optimizer step per minibatch.
+
+    Collective over the copy's mesh.
+
+    Args:
+        copy: a trainable model. Its `scheduler`, if any, advances by one per step.
+        batch: this data-parallel rank's sequences: ``tokens`` on the first and the last stage, what the objective reads
+            on the last.
+        minibatches: the steps; every data-parallel rank gives equally many, each with equally many micro-batches.
+        objective: the loss.
+        temperature: divides the logits (head LOGPROBS).
+
+    Returns:
+        On the last stage the means over the steps of ``loss``, ``grad_norm`` (before clipping) and the objective's
+        statistics, and under ``steps`` each of them as a list, one number per step. Empty elsewhere.
+
+    Raises:
+        PlanError: the copy is not trainable, or has no such head, or its layout does not take these micro-batches.
+    """
+    if copy.optimizer is None:
+        raise PlanError(f"copy {copy.key}: found no optimizer; expected the trainable copy of {copy.key.model}.")
+    _check(copy, objective.head)
+    rows: list[dict[str, torch.Tensor]] = []
+    grad_norms: list[float] = []
+    with copy.parallel.active(), _training_config(copy):
+        for chunk in copy.wrapped:
+            chunk.train()
+        for minibatch in minibatches:
+            padded = pad_all(copy, batch, minibatch.microbatches)
+            _check_length(copy, padded)
+            for chunk in copy.wrapped:
+                chunk.zero_grad_buffer()
+            copy.optimizer.zero_grad()
+            forward_step = _training_step(copy, objective, temperature, minibatch)
+            sums = run_schedule(copy, copy.wrapped, forward_step, padded, train=True)
+            _, grad_norm, _ = copy.optimizer.step()
+            grad_norms.append(math.nan if grad_norm is None else float(grad_norm))
+            if copy.scheduler is not None:
+                copy.scheduler.step(increment=1)
+            rows.append(_add(sums))
+    if not is_last_stage(copy):
+        return {}
+    return _report(copy, rows, [minibatch.num_tokens for minibatch in minibatches], grad_norms)
+
+
+def _check(copy: ModelCopy, head: Head) -> None:
+    if (head is Head.LOGPROBS) == copy.role.scalar_head:
+        has = "a scalar head" if copy.role.scalar_head else "a language-model head"
+        raise PlanError(f"copy {copy.key}: found {has}; it does not return {head}. Use the role's other call or model.")
+    if copy.parallel.layout.cp > 1:
+        raise PlanError(
+            f"copy {copy.key}: found cp={copy.parallel.layout.cp}; expected cp=1: sequences are not split over "
+            "context-parallel ranks here. Use tp with sp, or pp."
+        )
+
+
+def _check_length(copy: ModelCopy, microbatches: Sequence[PaddedMicrobatch]) -> None:
+    if copy.role.position_embedding_type != "learned_absolute":
+        return
+    longest = max(max(one.batch.lengths(Per.TOKEN)) for one in microbatches)
+    if longest > copy.role.max_sequence_length:
+        raise RealError(
+            f"copy {copy.key}: found a sequence of {longest} tokens; the model has embeddings for "
+            f"{copy.role.max_sequence_length} positions. Shorten prompts or max_new_tokens."
+        )
+
+
+def _run_model(
+    copy: ModelCopy, model: Any, one: PaddedMicrobatch, head: Head, temperature: float, *, with_entropy: bool
+) -> Any:
+    """Hidden states of the stage, or on the last the outputs of the head by name."""
+    positions = None
+    if one.tokens is not None:
+        # Padding may go past the positions that the model knows.
+        positions = torch.arange(one.length, device=one.device).clamp_(max=copy.role.max_sequence_length - 1)
+        positions = positions.expand(one.num_rows, -1)
+    compute = functools.partial(
+        _head_outputs, copy=copy, one=one, head=head, temperature=temperature, with_entropy=with_entropy
+    )
+    # No mask: attention is causal by itself and padding stands behind the real tokens.
+    return model(one.tokens, positions, None, output_processor=compute)
+
+
+def _head_outputs(
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: torch.nn.Module,
+    output_weight: torch.Tensor | None,
+    copy: ModelCopy,
+    one: PaddedMicrobatch,
+    head: Head,
+    temperature: float,
+    with_entropy: bool,
+    **_others: Any,
+) -> dict[str, torch.Tensor]:
+    """What the last stage returns; called by `GPTModel.forward` in place of its own post-processing."""
+    if one.tokens is None:
+        raise RealError(f"copy {copy.key}: found no tokens on the last pipeline stage; expected them to be transferred there.")
+    at = one.last_positions() if head is Head.SCORES else one.response_positions()
+    count = at.rows.numel()
+    if count == 0:  # collectives and gradients want at least one row
+        at = Positions(rows=at.rows.new_zeros(1), columns=at.columns.new_zeros(1))
+    if copy.config.sequence_parallel:
+        # The layer itself gathers the sequence, so all positions pass through it.
+        rows = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)[0][at.columns, at.rows]
+    else:
+        chosen = hidden_states[at.columns, at.rows].unsqueeze(1)
+        rows = output_layer(chosen, weight=output_weight, runtime_gather_output=False)[0].squeeze(1)
+    if head is not Head.LOGPROBS:
+        return {head.value: rows.squeeze(-1).float()[:count]}
+    assert copy.parallel.pg_collection is not None
+    targets = one.tokens[at.rows, (at.columns + 1).clamp_(max=one.length - 1)]
+    logprobs, entropy = vocab_parallel_logprobs_and_entropy(
+        rows,
+        targets,
+        tp_group=copy.parallel.pg_collection.tp,
+        vocab_size=copy.role.vocab_size,
+        temperature=temperature,
+        with_entropy=with_entropy,
+    )
+    outputs = {"logprobs": logprobs[:count]}
+    if entropy is not None:
+        outputs["entropy"] = entropy[:count]
+    return outputs
+
+
+def _training_step(copy: ModelCopy, objective: Objective, temperature: float, minibatch: Minibatch) -> Any:
+    """The forward step of one optimizer step, for Megatron's schedule."""
+    assert copy.parallel.pg_collection is not None
+    # The schedule divides a loss by the number of micro-batches, DDP averages gradients over data-parallel ranks.
+    scale = len(minibatch.microbatches) * copy.parallel.pg_collection.dp.size() / max(minibatch.num_tokens, 1)
+
+    def forward_step(iterator: Iterator[PaddedMicrobatch], model: Any) -> tuple[Any, Any]:
+        one = next(iterator)
+        outputs = _run_model(copy, model, one, objective.head, temperature, with_entropy=True)
+
+        def loss_of(found: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss, statistics = objective.loss(found, one.batch)
+            sums = {"loss": loss.detach(), **{name: value.detach() for name, value in statistics.items()}}
+            return loss * scale, sums
+
+        return outputs, loss_of
+
+    return forward_step
+
+
+@contextlib.contextmanager
+def _training_config(copy: ModelCopy) -> Iterator[None]:
+    """Tell Megatron's schedules how to finish and scale gradients, for a block."""
+    config, optimizer = copy.config, copy.optimizer
+    assert optimizer is not None
+    changes: dict[str, Any] = {
+        "finalize_model_grads_func": finalize_model_grads,
+        "grad_scale_func": optimizer.scale_loss,
+    }
+    if copy.wrapped[0].ddp_config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in copy.wrapped]
+        changes["no_sync_func"] = no_sync if len(no_sync) > 1 else no_sync[0]
+    former = {name: getattr(config, name) for name in changes}
+    try:
+        for name, value in changes.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in former.items():
+            setattr(config, name, value)
+
+
+def _add(sums: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """float64 sums over micro-batches by name."""
+    if not sums:
+        return {}
+    stacked = torch.stack([torch.stack([torch.as_tensor(v).double() for v in one.values()]) for one in sums])
+    return dict(zip(sums[0], stacked.sum(dim=0), strict=True))
+
+
+def _report(
+    copy: ModelCopy, rows: Sequence[Mapping[str, torch.Tensor]], num_tokens: Sequence[int], grad_norms: list[float]
+) -> dict[str, Any]:
+    """Means per step over the global minibatch. Collective over the data-parallel ranks of the last stage."""
+    if not rows:
+        return {"steps": {}}
+    assert copy.parallel.pg_collection is not None
+    names = list(rows[0])
+    totals = torch.stack([torch.stack([row[name] for name in names]) for row in rows])
+    dist.all_reduce(totals, group=copy.parallel.pg_collection.dp)
+    totals = totals / totals.new_tensor([max(count, 1) for count in num_tokens]).unsqueeze(-1)
+    steps = dict(zip(names, totals.T.tolist(), strict=True))
+    steps["grad_norm"] = grad_norms
+    return {name: sum(values) / len(values) for name, values in steps.items()} | {"steps": steps}

@@ -1,0 +1,314 @@
+"""Put a run together: from options to models under a plan, and through the runtime.
+
+Everything that can be wrong with the input (plan, arguments, checkpoints, prompts, reward function, batch sizes) is checked
+by `prepare`, on every rank alike and before the first collective. `run_ppo` then does what is collective.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_real.algorithms.graphs import ppo_graph
+from megatron_real.algorithms.ppo import PPO
+from megatron_real.data_plan import Lengths, assign
+from megatron_real.errors import ConfigError
+from megatron_real.hooks import checkpoint, cpu_device, roles
+from megatron_real.hooks.megatron_backend import MegatronBackend, RoleSetup
+from megatron_real.hooks.tokenizer import build_tokenizer
+from megatron_real.plan import Plan
+from megatron_real.process_groups import ProcessGroups, default_store
+from megatron_real.program import Program, compile_program
+from megatron_real.runtime.display import Display
+from megatron_real.runtime.executor import RankExecutor, RunParts
+from megatron_real.runtime.faults import Fault, FaultInjector, parse_faults
+from megatron_real.runtime.liveness import Limits, Liveness
+from megatron_real.runtime.master import Master
+from megatron_real.runtime.metrics import MetricsWriter, read_metrics
+from megatron_real.runtime.observers import Observers
+from megatron_real.runtime.progress import Progress
+from megatron_real.runtime.prompts import PromptOptions, Prompts, Tokenizer
+from megatron_real.runtime.publication import agree_on_program, program_text
+from megatron_real.runtime.reports import MetricsPublisher
+from megatron_real.runtime.rewards import load_function
+from megatron_real.runtime.summary import summarize
+from megatron_real.runtime.trainer import TrainConfig, TrainResult, train
+from megatron_real.runtime.transfer import DataTransfers, acquire_groups
+from megatron_real.timeline import write_timeline
+from megatron_real.trace import Tracer, read_spans, write_chrome_trace
+
+if TYPE_CHECKING:
+    from megatron_real.config import RunOptions
+
+__all__ = ["Job", "prepare", "run_ppo"]
+
+logger = logging.getLogger(__name__)
+
+_SCALAR_HEADS = ("critic", "reward")
+_INIT_SEED_OFFSET = {"critic": 1, "reward": 2}
+"""Fresh critics and reward models differ from the actor; the reference equals it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run whose input was checked; nothing collective has happened."""
+
+    options: RunOptions
+    program: Program
+    algorithm: PPO
+    tokenizer: Tokenizer
+    prompts: Prompts
+    roles: Mapping[str, RoleSetup]
+    loads: Mapping[str, Path]
+    """Iteration folders of the roles' checkpoints."""
+    faults: tuple[Fault, ...]
+    resume: Mapping[str, Any] | None
+    """The run's state at its last save."""
+
+    @property
+    def save_folder(self) -> Path:
+        return self.options.output / "checkpoints"
+
+    @property
+    def first_iteration(self) -> int:
+        return int(self.resume["iteration"]) if self.resume is not None else 0
+
+
+def prepare(options: RunOptions) -> Job:
+    """Read and check everything that a run needs. No collective; the same on every rank.
+
+    Raises:
+        RealError: the plan, an option or a file is wrong.
+    """
+    function = load_function(options.reward) if options.reward is not None else None
+    config = options.ppo_config()
+    graph = ppo_graph("function" if function is not None else "model", reference=config.reference)
+    plan = Plan.load(options.plan)
+    program = compile_program(graph, plan)
+    base = roles.parse_arguments(options.megatron, options.plan)
+    tokenizer = build_tokenizer(base)
+    algorithm = PPO(config, tokenizer.end_token, function)
+    setups, loads = _roles(options, program, base, algorithm)
+    plan.check(graph, {name: setup.model.shape() for name, setup in setups.items()}, source=str(options.plan))
+    prompts = Prompts.load(
+        options.data.prompts,
+        tokenizer,
+        PromptOptions(
+            batch_size=options.data.batch_size,
+            max_prompt_tokens=options.data.max_prompt_tokens,
+            truncate=options.data.truncate,
+            seed=options.seed,
+        ),
+    )
+    _check_batch(program, algorithm, options.data.batch_size)
+    _check_lengths(setups, prompts, config.max_new_tokens)
+    return Job(
+        options=options,
+        program=program,
+        algorithm=algorithm,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        roles=setups,
+        loads=loads,
+        faults=parse_faults(options.fault, names=[instruction.name for instruction in program.instructions]),
+        resume=_resume_state(options, program),
+    )
+
+
+def _roles(
+    options: RunOptions, program: Program, base: Namespace, algorithm: PPO
+) -> tuple[dict[str, RoleSetup], dict[str, Path]]:
+    setups: dict[str, RoleSetup] = {}
+    loads: dict[str, Path] = {}
+    for name in options.model:
+        if name not in program.graph.models:
+            raise ConfigError(f"model.{name}: found a role that the algorithm does not have; it has {list(program.graph.models)}.")
+    num_steps = options.iterations * algorithm.config.num_minibatches * algorithm.config.num_epochs
+    for name in program.graph.models:
+        role = options.role(name)
+        folder = role.load if role.load is not None or name != "ref" else options.role("actor").load
+        stored = None
+        if folder is not None:
+            loads[name] = checkpoint.find_checkpoint(folder)
+            stored = checkpoint.read_common(loads[name]).get("args")
+        own_shape = name != "actor" and role.load is not None  # the command line describes the actor
+        args = roles.role_arguments(base, stored=stored if own_shape else None, overrides=role.megatron, role=name)
+        if stored is not None:
+            checkpoint.check_architecture(name, args, stored, loads[name])
+        model = roles.role_model(
+            name,
+            args,
+            scalar_head=name in _SCALAR_HEADS,
+            tp_sizes=[placement.layout.tp for placement in program.plan.calls.values()],
+            seed=options.seed + _INIT_SEED_OFFSET.get(name, 0),
+            use_te=args.transformer_impl == "transformer_engine" and not cpu_device.is_active(),
+        )
+        trained = program.graph.trained(name)
+        setups[name] = RoleSetup(
+            model=model,
+            args=args,
+            optimizer=roles.optimizer_config(args) if trained else None,
+            schedule=roles.learning_schedule(args, num_steps) if trained else None,
+        )
+    return setups, loads
+
+
+def _check_batch(program: Program, algorithm: PPO, batch_size: int) -> None:
+    """Whether every call can cut the batch, whatever the lengths will be."""
+    lengths = Lengths(prompt=(1,) * batch_size, response=(1,) * batch_size)
+    for call in program.graph.calls:
+        num_minibatches = algorithm.minibatching(call).num_minibatches if call.trains else 1
+        assign(call, program.plan.calls[call.name], lengths, num_minibatches)
+
+
+def _check_lengths(setups: Mapping[str, RoleSetup], prompts: Prompts, max_new_tokens: int) -> None:
+    longest = max(len(record.tokens) for record in prompts.records) + max_new_tokens
+    for name, setup in setups.items():
+        if longest > setup.model.max_sequence_length:
+            raise ConfigError(
+                f"{name}: found sequences of up to {longest} tokens (longest prompt + max_new_tokens={max_new_tokens}); "
+                f"expected at most --max-position-embeddings={setup.model.max_sequence_length}."
+            )
+
+
+def _resume_state(options: RunOptions, program: Program) -> dict[str, Any] | None:
+    if not options.resume:
+        return None
+    folder = options.output / "checkpoints"
+    state = checkpoint.read_run_state(folder)
+    if state is None:
+        raise ConfigError(f"resume: found no finished checkpoint in {folder}. Start without --real-resume.")
+    for model in program.graph.models:
+        if program.graph.trained(model):
+            checkpoint.find_checkpoint(folder / model, int(state["iteration"]))
+    return state
+
+
+def run_ppo(options: RunOptions) -> dict[str, Any] | None:
+    """Run PPO. Collective over WORLD: every rank calls it with equal options, ``torch.distributed`` not initialised.
+
+    Returns:
+        The run's summary on rank 0, None elsewhere.
+
+    Raises:
+        RealError: from `prepare`, on every rank. Later failures of any rank end all of them.
+    """
+    cpu_device.install_cpu_device()
+    job = prepare(options)
+    limits = Limits(dead_after_s=options.liveness.dead_after_s, stuck_after_s=options.liveness.stuck_after_s)
+    _initialize_distributed(limits.stuck_after_s)
+    store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
+    options.output.mkdir(parents=True, exist_ok=True)
+    progress = Progress()
+    liveness = Liveness(store, rank, world_size, folder=options.output, progress=progress, limits=limits)
+    with liveness:
+        progress.enter(job.first_iteration, 0, "set-up")
+        agree_on_program(store, rank, program_text(job.program))
+        if rank == 0:
+            (options.output / "options.json").write_text(options.dumps())
+            (options.output / "plan.json").write_text(job.program.plan.dumps())
+        tracer = Tracer(options.output / "trace", rank)
+        publisher = MetricsPublisher(store, rank)
+        master, writer = _start_master(job, liveness) if rank == 0 else (None, None)
+        groups = ProcessGroups(timeout_s=limits.stuck_after_s)
+        observers = Observers(tracer=tracer, progress=progress, faults=FaultInjector(job.faults, rank))
+        executor = _build(job, groups, observers, limits.stuck_after_s)
+        progress.leave()
+        _train(job, executor, publisher)
+        publisher.close()
+        tracer.close()
+        if master is not None and writer is not None:
+            master.close()
+            writer.close()
+    dist.barrier()
+    summary = write_reports(options.output) if rank == 0 else None
+    dist.destroy_process_group()
+    return summary
+
+
+def _initialize_distributed(timeout_s: float) -> None:
+    if dist.is_initialized():
+        return
+    on_cuda = torch.cuda.is_available()
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=datetime.timedelta(seconds=timeout_s)
+    )
+
+
+def _start_master(job: Job, liveness: Liveness) -> tuple[Master, MetricsWriter]:
+    writer = MetricsWriter(job.options.output, first_iteration=job.first_iteration)
+    master = Master(
+        default_store(),
+        dist.get_world_size(),
+        sink=writer.write,
+        positions=liveness.positions,
+        display=Display(job.options.iterations),
+    )
+    master.start()
+    return master, writer
+
+
+def _build(job: Job, groups: ProcessGroups, observers: Observers, timeout_s: float) -> RankExecutor:
+    backend = MegatronBackend(job.program, groups=groups, timeout_s=timeout_s)
+    for name, setup in job.roles.items():
+        backend.add_model(name, setup)
+        if name in job.loads and (job.resume is None or setup.optimizer is None):
+            fresh = backend.load(name, job.loads[name])
+            if fresh and backend.rank == job.program.home(name).mesh.stop - 1:
+                logger.warning("%s: %s has no %s; it starts from fresh values", name, job.loads[name], ", ".join(fresh))
+    if job.resume is not None:
+        backend.resume(job.save_folder, job.first_iteration)
+    device = cpu_device.device()
+    transfers = DataTransfers(
+        job.program,
+        backend.rank,
+        acquire_groups(groups, job.program),
+        device=device,
+        payload_device=device,
+        timeout_s=timeout_s,
+    )
+    transfers.connect()
+    return RankExecutor(
+        RunParts(
+            program=job.program,
+            rank=backend.rank,
+            backend=backend,
+            algorithm=job.algorithm,
+            transfers=transfers,
+            tokenizer=job.tokenizer,
+            observers=observers,
+        )
+    )
+
+
+def _train(job: Job, executor: RankExecutor, publisher: MetricsPublisher) -> TrainResult:
+    config = TrainConfig(
+        num_iterations=job.options.iterations,
+        first_iteration=job.first_iteration,
+        save_folder=job.save_folder,
+        save_every=job.options.save_interval or 0,
+    )
+    return train(config, executor, job.prompts, publisher, state=job.resume["algorithm"] if job.resume else None)
+
+
+def write_reports(output: Path) -> dict[str, Any]:
+    """Merge the ranks' traces into a Chrome trace, draw the timeline and write ``summary.json``. One process."""
+    spans = read_spans(output / "trace")
+    metrics = read_metrics(output / "metrics.jsonl")
+    summary = summarize(spans, metrics)
+    (output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    write_chrome_trace(spans, output / "trace.json")
+    write_timeline(spans, output / "timeline.svg")
+    return summary
