@@ -1,0 +1,89 @@
+"""``megatron-real plan symmetric|split``: write a plan without a search. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_real.algorithms.graphs import ppo_graph
+from megatron_real.dataflow import Graph
+from megatron_real.errors import ConfigError
+from megatron_real.plan import ClusterSpec, Plan
+from megatron_real.plan_search.presets import split, symmetric
+
+__all__ = ["PRESETS", "main", "preset_plan"]
+
+PRESETS = ("symmetric", "split")
+
+
+def main(argv: list[str]) -> int:
+    """Write the plan to --output, or print it."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-real plan", description="Write a plan for PPO without a search."
+    )
+    parser.add_argument(
+        "preset", choices=PRESETS, help="one layout for all calls, or actor+ref and the rest on two halves"
+    )
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--devices-per-node", type=int, required=True)
+    parser.add_argument("--device", default="cpu", help="a name for the kind of device (default: cpu)")
+    parser.add_argument("--device-memory", type=int, metavar="BYTES", help="what a rank may own at once")
+    parser.add_argument(
+        "--layout",
+        action="append",
+        default=[],
+        metavar="[NAME=]LAYOUT",
+        help="such as d1t2p2; for split with the name of a call or a model, such as actor=d1t2p1. May be repeated",
+    )
+    parser.add_argument("--num-microbatches", type=int)
+    parser.add_argument("--reward", choices=("model", "function"), default="model")
+    parser.add_argument("--no-reference", action="store_true", help="PPO without a reference model")
+    parser.add_argument("--output", "-o", type=Path, metavar="PLAN.JSON")
+    args = parser.parse_args(argv)
+    graph = ppo_graph(args.reward, reference=not args.no_reference)
+    cluster = ClusterSpec(
+        num_nodes=args.nodes,
+        devices_per_node=args.devices_per_node,
+        device=args.device,
+        device_memory=args.device_memory,
+    )
+    plan = preset_plan(
+        args.preset, graph, cluster, layouts=args.layout, num_microbatches=args.num_microbatches
+    )
+    if args.output is None:
+        print(plan.dumps(), end="")
+    else:
+        plan.dump(args.output)
+    return 0
+
+
+def preset_plan(
+    preset: str,
+    graph: Graph,
+    cluster: ClusterSpec,
+    *,
+    layouts: Sequence[str] = (),
+    num_microbatches: int | None = None,
+) -> Plan:
+    """The plan of a preset.
+
+    Args:
+        layouts: for ``symmetric`` at most one layout; for ``split`` texts ``NAME=LAYOUT``.
+
+    Raises:
+        ConfigError: the layouts are not of that form.
+        PlanError: they do not fit.
+    """
+    if preset == "symmetric":
+        if len(layouts) > 1 or any("=" in text for text in layouts):
+            raise ConfigError(
+                f"--layout: found {', '.join(layouts)}; expected one layout without a name for symmetric."
+            )
+        return symmetric(graph, cluster, layout=next(iter(layouts), None), num_microbatches=num_microbatches)
+    named = dict(text.partition("=")[::2] for text in layouts)
+    if not all(named.values()):
+        raise ConfigError(
+            f"--layout: found {', '.join(layouts)}; expected NAME=LAYOUT for split, such as actor=d1t2p1."
+        )
+    return split(graph, cluster, layouts=named or None, num_microbatches=num_microbatches)

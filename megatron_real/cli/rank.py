@@ -1,0 +1,34 @@
+"""``python -m megatron_real.cli.rank OPTIONS.json``: one rank of a run, started by ``megatron-real train``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from megatron_real.config import RunOptions
+from megatron_real.errors import RealError
+from megatron_real.hooks.install import install, report_error
+
+__all__ = ["main", "run"]
+
+
+def run(options: RunOptions) -> None:
+    """Train, as the rank that the environment names."""
+    install()
+    from megatron_real.hooks.launch import run_ppo  # imports torch and Megatron
+
+    run_ppo(options)
+
+
+def main(argv: list[str]) -> int:
+    """Run the options of the file ``argv[0]``; returns the exit code."""
+    try:
+        run(RunOptions.loads(Path(argv[0]).read_text()))
+    except RealError as error:
+        report_error(error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,268 @@
+"""Walks a program on one rank: each instruction becomes one call of a backend, or messages.
+
+The executor decides nothing: what to do stands in the program, which sequences to do it on follows from the
+lengths. Before every run it compares the version of the copy's weights with the one that the program asks
+for.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_real.backend import Algorithm, ModelBackend
+from megatron_real.data_plan import Lengths, build_transfer_plans
+from megatron_real.dataflow import Call, CallType
+from megatron_real.errors import PlanError, Problem, RealError, raise_problems
+from megatron_real.layout import coordinates_of
+from megatron_real.plan import CopyKey
+from megatron_real.program import Offload, Program, Realloc, Reload, Run, Save, Side, Step, Transfer
+from megatron_real.runtime.calls import CallMetrics, CallRunner, Iteration, reporting_rank
+from megatron_real.runtime.data_store import DataStore
+from megatron_real.runtime.observers import Fact, Observers
+from megatron_real.runtime.prompts import PromptBatch, Tokenizer
+from megatron_real.runtime.transfer import DataTransfers
+
+__all__ = ["IterationMetrics", "RankExecutor", "RunParts"]
+
+_KINDS = {
+    Run: "run",
+    Realloc: "realloc",
+    Transfer: "transfer",
+    Offload: "offload",
+    Reload: "offload",
+    Save: "save",
+}
+"""Kinds of spans (`megatron_real.trace.SpanKind`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """What an executor puts together."""
+
+    program: Program
+    rank: int
+    backend: ModelBackend
+    algorithm: Algorithm
+    transfers: DataTransfers
+    tokenizer: Tokenizer
+    observers: Observers = field(default_factory=Observers)
+    base_version: int = 0
+    """Version of the trained models' weights before iteration 0. A backend whose versions go on after a
+    resume leaves 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationMetrics:
+    """What this rank reports of an iteration."""
+
+    batch: dict[str, float]
+    """Of the whole batch, such as ``reward``; on the reporting rank of each train call, with the same values.
+    """
+    calls: dict[str, CallMetrics]
+    """Call -> name -> number, on the reporting rank of that call."""
+
+
+class RankExecutor:
+    """Runs the program of one rank.
+
+    Raises:
+        PlanError: the graph has more than one generate call, a call before it, or an inference call without
+            exactly one output.
+    """
+
+    def __init__(self, parts: RunParts) -> None:
+        self.program = parts.program
+        self.rank = parts.rank
+        self.algorithm = parts.algorithm
+        self._check_graph()
+        self._backend = parts.backend
+        self.transfers = parts.transfers
+        self._observers = parts.observers
+        self._base_version = parts.base_version
+        self._steps = tuple(
+            (step, _KINDS[type(step.instruction)], self._facts_of(step))
+            for step in parts.program.steps(parts.rank)
+        )
+        self._offsets = {
+            run.call: run.version_offset for run in parts.program.instructions if isinstance(run, Run)
+        }
+        self._store = DataStore()
+        self._calls = CallRunner(
+            parts.program, parts.rank, parts.backend, parts.algorithm, parts.tokenizer, parts.transfers.device
+        )
+
+    def run_iteration(
+        self, iteration: int, prompts: PromptBatch, *, save: Path | None = None
+    ) -> IterationMetrics:
+        """Run one iteration; every rank calls with the same arguments.
+
+        Args:
+            iteration: counted from 0 over the whole run.
+            prompts: of the iteration.
+            save: where to write a checkpoint at the end; None skips the program's `Save`.
+
+        Returns:
+            Metrics of the calls that this rank reports.
+
+        Raises:
+            RealError: a copy has other weights than the program asks for, or a peer did not come.
+        """
+        state = Iteration(number=iteration, prompts=prompts, store=self._store)
+        self._store.clear()
+        self.transfers.begin(iteration, len(prompts.records))
+        for step, kind, facts in self._steps:
+            if kind == "save" and save is None:
+                continue
+            self._observers.progress.enter(iteration, step.index, step.name)
+            self._observers.faults.before(iteration, step.name, step.index)
+            with self._observers.tracer.span(step.name, kind, iteration, **facts) as span:
+                span.facts.update(self._execute(step, state, save))
+            self._observers.progress.leave()
+        self.transfers.end_iteration()
+        return IterationMetrics(batch=state.batch_metrics, calls=state.call_metrics)
+
+    def _execute(self, step: Step, state: Iteration, save: Path | None) -> dict[str, Fact]:
+        """Do one instruction; returns facts for its span."""
+        match step.instruction:
+            case Run() as run:
+                return self._run(run, state)
+            case Transfer() as transfer:
+                return self._transfer(transfer, step, state)
+            case Realloc() as realloc:
+                return self._realloc(realloc, state)
+            case Offload(copy=copy, to=to):
+                self._backend.offload(copy, to)
+            case Reload(copy=copy):
+                self._backend.reload(copy)
+            case Save():
+                assert save is not None, "skipped otherwise"
+                self._save(state.number, save)
+        return {}
+
+    def _run(self, run: Run, state: Iteration) -> dict[str, Fact]:
+        call = self.program.graph.call(run.call)
+        copy = run.copy
+        if copy is None:
+            self._calls.function(call, state)
+            return {}
+        self._check_version(run, copy, state.number)
+        match call.type:
+            case CallType.GENERATE:
+                mine = self._calls.generate(call, copy, state)
+                self._learn_lengths(self.transfers.gather_lengths(run.mesh, mine), state)
+            case CallType.INFERENCE:
+                self._calls.infer(call, copy, state)
+            case CallType.TRAIN:
+                self._calls.train(call, copy, state)
+                self._check_advanced(run, copy, state.number)
+        if run.release:
+            self._backend.release(copy)
+        return {"tokens": self._tokens(call, state)}
+
+    def _realloc(self, realloc: Realloc, state: Iteration) -> dict[str, Fact]:
+        version = self._version(realloc.model, self._offsets[realloc.call], state.number)
+        accounting = self._backend.realloc(realloc.source, realloc.target, version)
+        return {**accounting, "bytes": accounting.get("bytes_moved", 0.0)}
+
+    def _transfer(self, transfer: Transfer, step: Step, state: Iteration) -> dict[str, Fact]:
+        if transfer.consumer is None:
+            if step.side is Side.SEND:
+                assert state.lengths is not None, "the generation has run"
+                self.transfers.send_lengths(transfer, state.lengths.response)
+            else:
+                self._learn_lengths(self.transfers.receive_lengths(step.index), state)
+            return {}
+        if step.side is Side.SEND:
+            return {"bytes": self.transfers.post_sends(transfer, self._store)}
+        return {"bytes": self.transfers.receive(step.index, self._store)}
+
+    def _learn_lengths(self, response: tuple[int, ...], state: Iteration) -> None:
+        state.lengths = Lengths(prompt=state.prompts.prompt_lengths, response=response)
+        self._calls.assign_all(state)
+        plans = build_transfer_plans(self.program.graph, self.program.plan, state.assignments)
+        self.transfers.set_plans(state.lengths, plans)
+
+    def _tokens(self, call: Call, state: Iteration) -> int:
+        """Tokens of the call's sequences on this rank's data-parallel shard."""
+        assert state.lengths is not None, "a call has run"
+        placement = self.program.plan.calls[call.name]
+        at = coordinates_of(self.rank, placement.mesh, placement.parallel)
+        lengths = state.lengths
+        return sum(lengths.prompt[i] + lengths.response[i] for i in state.assignments[call.name].shard(at.dp))
+
+    def _version(self, model: str, offset: int, iteration: int) -> int:
+        """The version that the weights of `model` must have."""
+        return self._base_version + iteration + offset if self.program.graph.trained(model) else 0
+
+    def _check_version(self, run: Run, copy: CopyKey, iteration: int) -> None:
+        expected = self._version(copy.model, run.version_offset, iteration)
+        found = self._backend.version(copy)
+        if found != expected:
+            has = "no weights" if found < 0 else f"weights of version {found}"
+            raise RealError(
+                f"{run.name} (iteration {iteration}) on rank {self.rank}: {copy} has {has}; expected version "
+                f"{expected}. "
+                "A realloc or a training step before it failed, or was left out."
+            )
+
+    def _check_advanced(self, run: Run, copy: CopyKey, iteration: int) -> None:
+        expected = self._version(copy.model, run.version_offset, iteration) + 1
+        found = self._backend.version(copy)
+        if found != expected:
+            raise RealError(
+                f"{run.name} (iteration {iteration}) on rank {self.rank}: {copy} has version {found} after "
+                "training; "
+                f"expected {expected}. The backend must advance the version once per train call."
+            )
+
+    def _save(self, iteration: int, folder: Path) -> None:
+        self.transfers.fence()
+        state = self._algorithm_state()
+        self._backend.save(folder, iteration + 1, state)
+
+    def _algorithm_state(self) -> dict[str, Any]:
+        """The algorithm's state of a rank that prepares batches, on every rank.
+
+        Only the last stages of train calls prepare batches, so only their state has moved.
+        """
+        trains = [call for call in self.program.graph.ordered(self.program.plan.order) if call.trains]
+        if not trains:
+            return dict(self.algorithm.state_dict())
+        source = reporting_rank(self.program.plan.calls[trains[-1].name])
+        mine = json.dumps(dict(self.algorithm.state_dict())).encode() if self.rank == source else b""
+        state: dict[str, Any] = json.loads(self.transfers.broadcast_bytes(mine, source))
+        return state
+
+    def _facts_of(self, step: Step) -> dict[str, Fact]:
+        match step.instruction:
+            case Run(call=name):
+                call = self.program.graph.call(name)
+                return {"type": str(call.type), "model": call.model}
+            case Realloc(model=model):
+                return {"model": model}
+            case Offload(copy=copy) | Reload(copy=copy):
+                return {"model": copy.model}
+            case Transfer():
+                return {"side": str(step.side)}
+            case Save():
+                return {}
+
+    def _check_graph(self) -> None:
+        graph = self.program.graph
+        problems = [
+            Problem(
+                path=f"calls.{call.name}.outputs", found=str(list(call.outputs)), expected="exactly one key"
+            )
+            for call in graph.calls
+            if call.type is CallType.INFERENCE and len(call.outputs) != 1
+        ]
+        order = [call.name for call in graph.ordered(self.program.plan.order)]
+        generates = [call.name for call in graph.calls if call.type is CallType.GENERATE]
+        if len(generates) != 1 or order[0] != generates[0]:
+            problems.append(
+                Problem(path="order", found=str(order), expected="exactly one generate call, and that first")
+            )
+        raise_problems(problems, subject=f"graph {graph.name}", error=PlanError)

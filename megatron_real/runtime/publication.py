@@ -1,0 +1,76 @@
+"""The program that rank 0 publishes, and that every rank compares with its own before it runs it.
+
+Every rank compiles the program itself, from the same plan. Ranks that were started with different plans, options or package versions
+would hang in the first collective that only some of them join; this check names the difference instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+
+import torch.distributed as dist
+
+from megatron_real.errors import ConfigError, PeerError
+from megatron_real.program import Program
+from megatron_real.runtime.store_client import open_client
+
+__all__ = ["agree_on_program", "program_hash", "program_text"]
+
+_SHOWN_LINES = 6
+
+
+def program_text(program: Program) -> str:
+    """A program as text, equal on two ranks if and only if they would do the same; one line per instruction."""
+    calls = (f"{name}: {placement!r}" for name, placement in program.plan.calls.items())
+    graph = (f"{call!r}" for call in program.graph.calls)
+    instructions = (f"{index} {step!r}" for index, step in enumerate(program.instructions))
+    return "\n".join([f"world_size={program.world_size}", *calls, *graph, *instructions])
+
+
+def program_hash(text: str) -> str:
+    """A short name of a program's text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def agree_on_program(
+    store: dist.Store, rank: int, text: str, *, version: int = 0, timeout_s: float = 60.0
+) -> str:
+    """Publish the program (rank 0), or compare with what rank 0 published (every other rank).
+
+    Args:
+        store: the default store of ``torch.distributed``.
+        rank: this rank.
+        text: `program_text` of this rank's program; options that must agree may be appended to it.
+        version: counts the programs of a run.
+        timeout_s: how long rank 0 may take.
+
+    Returns:
+        The program's hash.
+
+    Raises:
+        ConfigError: this rank's program is another one; shows the first differences.
+        PeerError: rank 0 did not publish in time.
+    """
+    client = open_client(store, prefix="program", timeout_s=timeout_s)
+    name = program_hash(text)
+    if rank == 0:
+        client.set(str(version), json.dumps({"hash": name, "text": text}))
+        return name
+    try:
+        published = json.loads(client.get(str(version)))
+    except RuntimeError as error:
+        raise PeerError(
+            f"program: rank 0 did not publish version {version} within {timeout_s:g} s (rank {rank} asked). "
+            "Look at the output of rank 0."
+        ) from error
+    if published["hash"] != name:
+        diff = difflib.unified_diff(published["text"].splitlines(), text.splitlines(), n=0, lineterm="")
+        lines = [line for line in diff if not line.startswith(("---", "+++", "@@"))]
+        shown = "\n".join(lines[:_SHOWN_LINES])
+        raise ConfigError(
+            f"program: rank {rank} compiled {name}, rank 0 published {published['hash']}; expected the same. "
+            f"Start every rank with the same plan, options and versions. Differences (- rank 0, + rank {rank}):\n{shown}"
+        )
+    return name

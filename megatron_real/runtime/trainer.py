@@ -1,0 +1,160 @@
+"""The loop over iterations, on every rank: run, report, save every so often, stop.
+
+All ranks take the same decisions: they follow from the configuration, and the one that does not (the time
+limit) is rank 0's and is spread at a fence.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_real.errors import ConfigError
+from megatron_real.runtime.executor import RankExecutor
+from megatron_real.runtime.prompts import Prompts
+
+__all__ = ["MetricsSink", "NoMetrics", "TrainConfig", "TrainResult", "train"]
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsSink(Protocol):
+    """Takes what this rank reports (`megatron_real.runtime.master.MetricsPublisher`)."""
+
+    def publish(self, iteration: int, call: str | None, values: Mapping[str, Any]) -> None:
+        """Metrics of a call, or (None) of the whole batch. Must not block."""
+        ...
+
+    def end_iteration(self, iteration: int) -> None:
+        """This rank has published all of this iteration. Must not block."""
+        ...
+
+
+class NoMetrics:
+    """A `MetricsSink` that keeps nothing."""
+
+    def publish(self, iteration: int, call: str | None, values: Mapping[str, Any]) -> None:
+        pass
+
+    def end_iteration(self, iteration: int) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How long a run goes on, and when it saves.
+
+    Raises:
+        ConfigError: a number is out of range, or saving is asked for without a folder.
+    """
+
+    num_iterations: int
+    """Iterations of the whole run, those before a resume included."""
+    first_iteration: int = 0
+    """Where a resumed run goes on: the iteration of its checkpoint."""
+    save_folder: Path | None = None
+    """None saves nothing."""
+    save_every: int = 0
+    """Iterations between checkpoints; 0 saves at the end only. The last iteration is always saved."""
+    time_limit_s: float | None = None
+    """After this time the run stops at its next checkpoint; needs `save_every`."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first_iteration <= self.num_iterations:
+            raise ConfigError(
+                f"train: found first_iteration={self.first_iteration} of "
+                f"num_iterations={self.num_iterations}; expected "
+                "0 <= first_iteration <= num_iterations. Raise num_iterations to train on."
+            )
+        if self.save_every < 0:
+            raise ConfigError(
+                f"train: found save_every={self.save_every}; expected 0 (only at the end) or more."
+            )
+        if (self.save_every or self.time_limit_s is not None) and self.save_folder is None:
+            raise ConfigError("train: found save_every or time_limit_s without save_folder; name the folder.")
+        if self.time_limit_s is not None and not self.save_every:
+            raise ConfigError(
+                "train: found time_limit_s without save_every; a run stops at a checkpoint, so set both."
+            )
+
+    def saves_after(self, iteration: int) -> bool:
+        """Whether a checkpoint is written at the end of this iteration."""
+        if self.save_folder is None:
+            return False
+        done = iteration + 1
+        return done == self.num_iterations or bool(self.save_every and done % self.save_every == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """How a run ended."""
+
+    next_iteration: int
+    """The first iteration that was not run."""
+    stopped_by_time: bool
+    duration_s: float
+
+
+def train(
+    config: TrainConfig,
+    executor: RankExecutor,
+    prompts: Prompts,
+    metrics: MetricsSink | None = None,
+    *,
+    state: Mapping[str, Any] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> TrainResult:
+    """Run iterations `first_iteration` to `num_iterations`; every rank calls with the same arguments.
+
+    Collective over WORLD.
+
+    Args:
+        config: how long, and when to save.
+        executor: of this rank.
+        prompts: of the run.
+        metrics: gets what this rank reports.
+        state: of the algorithm, from a checkpoint.
+        clock: seconds, for the time limit.
+
+    Raises:
+        RealError: as `RankExecutor.run_iteration`.
+    """
+    sink: MetricsSink = metrics or NoMetrics()
+    began_s = clock()
+    if state is not None:
+        executor.algorithm.load_state_dict(state)
+    stopped = False
+    iteration = config.first_iteration
+    while iteration < config.num_iterations and not stopped:
+        start_s = clock()
+        save = config.save_folder if config.saves_after(iteration) else None
+        result = executor.run_iteration(iteration, prompts.batch(iteration), save=save)
+        if result.batch:
+            sink.publish(iteration, None, result.batch)
+        for call, values in result.calls.items():
+            sink.publish(iteration, call, values)
+        if executor.rank == 0:
+            sink.publish(iteration, "iteration", {"duration_s": clock() - start_s})
+        sink.end_iteration(iteration)
+        if save is not None:
+            logger.info("iteration %d: checkpoint written to %s", iteration, save)
+            stopped = config.time_limit_s is not None and _is_over(
+                executor, clock() - began_s, config.time_limit_s
+            )
+        iteration += 1
+    executor.transfers.fence()
+    return TrainResult(
+        next_iteration=iteration,
+        stopped_by_time=stopped and iteration < config.num_iterations,
+        duration_s=clock() - began_s,
+    )
+
+
+def _is_over(executor: RankExecutor, elapsed_s: float, limit_s: float) -> bool:
+    """Whether rank 0's time is up: asked right after a checkpoint, a fence. Collective over WORLD."""
+    word = executor.transfers.broadcast_bytes(b"stop" if elapsed_s >= limit_s else b"more", src=0)
+    return word == b"stop"

@@ -1,0 +1,37 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_real.cli.main import main
+from megatron_real.plan import Plan
+
+
+def test_a_symmetric_plan_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    code = main(["plan", "symmetric", "--devices-per-node", "4", "--layout", "d1t2p2", "--output", str(path)])
+    assert code == 0
+    plan = Plan.load(path)
+    assert {str(placement.parallel) for placement in plan.calls.values()} == {"d1t2p2"}
+    assert len(plan.calls) == 6
+
+
+def test_a_split_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "split", "--devices-per-node", "4", "--layout", "actor=d1t2p1", "--reward", "function"]
+    assert main([*arguments, "--no-reference"]) == 0
+    plan = Plan.loads(capsys.readouterr().out)
+    assert str(plan.calls["actor_gen"].parallel) == "d1t2p1"
+    assert plan.calls["critic_train"].ranks == (2, 4)
+    assert "ref_inf" not in plan.calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["symmetric", "--layout", "actor=d1t2p1"], "expected one layout without a name"),
+        (["split", "--layout", "d1t2p1"], "expected NAME=LAYOUT"),
+        (["symmetric", "--layout", "d3t1p1"], "needs 3 ranks"),
+    ],
+)
+def test_layouts_of_the_wrong_form(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments, "--devices-per-node", "4"]) == 2
+    assert message in capsys.readouterr().err

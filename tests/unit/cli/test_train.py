@@ -1,0 +1,121 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_real.cli import ranks, train
+from megatron_real.cli.main import main
+from megatron_real.cli.ranks import RankExit, rank_environment
+from megatron_real.config import RunOptions
+
+
+def test_options_that_no_yaml_file_names_can_be_set() -> None:
+    given = ["plan=a.json", "algorithm=ppo", "model.critic.load=x", "~data", "+new=1", "-m", "hydra.verbose=true"]
+    assert train.allow_new_keys(given) == [
+        *("++plan=a.json", "algorithm=ppo", "++model.critic.load=x", "~data", "+new=1", "-m", "hydra.verbose=true")
+    ]
+
+
+def test_ranks_of_torchrun_and_srun_are_recognised() -> None:
+    torchrun = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "5", "LOCAL_RANK": "1", "X": "y"}
+    assert rank_environment(torchrun) == {name: value for name, value in torchrun.items() if name != "X"}
+    batch_script = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    assert rank_environment(batch_script) is None
+    step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}
+    found = rank_environment({**batch_script, **step, "SLURM_PROCID": "2", "SLURM_LOCALID": "0"})
+    assert found is not None
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("2", "4", "0")
+    assert found["MASTER_ADDR"] == "10.0.0.1"
+    other = rank_environment({**batch_script, **step, "SLURM_STEP_ID": "2"})
+    assert other is not None
+    assert other["MASTER_PORT"] != found["MASTER_PORT"]
+    assert rank_environment({}) is None
+
+
+class Launches:
+    """Stands in for starting ranks: records options; the jobs of `failing` fail, the others leave a summary."""
+
+    def __init__(self) -> None:
+        self.options: list[RunOptions] = []
+        self.failing: set[int] = set()
+
+    def __call__(self, command: list[str], size: int, folder: Path, *, grace_s: float) -> tuple[RankExit, ...]:
+        assert command[1:3] == ["-m", "megatron_real.cli.rank"]
+        number = len(self.options)
+        self.options.append(RunOptions.loads(Path(command[3]).read_text()))
+        if number in self.failing:
+            return (RankExit(rank=1, code=-9), RankExit(rank=0, code=1))
+        (folder / "summary.json").write_text(json.dumps({"reward_last": number + 0.5, "iteration_s": 2.0}))
+        return ()
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
+    recorded = Launches()
+    monkeypatch.setattr(train, "launch_ranks", recorded)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    return recorded
+
+
+_SMOKE = ["train", "experiment=smoke", "cluster=cpu2", "data.prompts=prompts.jsonl"]
+
+
+def test_one_job(launches: Launches, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*_SMOKE, "plan=symmetric", "algorithm.clip_ratio=0.1", "output=runs/x"]) == 0
+    (options,) = launches.options
+    assert options.output == Path("runs/x")
+    assert options.algorithm.options["clip_ratio"] == 0.1
+    assert options.iterations == 2
+    assert "--num-layers" in options.megatron
+    assert "jobs" not in capsys.readouterr().out
+    assert sys.argv[0] != "megatron-real train"
+
+
+def test_a_wrong_option_is_exit_code_2_and_starts_no_rank(
+    launches: Launches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*_SMOKE, "plan=symmetric", "algoritm.clip_ratio=0.1"]) == 2
+    assert launches.options == []
+    error = capsys.readouterr().err
+    assert error.startswith("ConfigError: train: algoritm: found an unknown option")
+    assert "Traceback" not in error
+
+
+def test_jobs_run_in_turn_with_a_folder_each_past_a_failed_one(
+    launches: Launches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches.failing = {1}
+    code = main([*_SMOKE, "plan=symmetric,split", "seed=1,2", "output=runs/sweep", "--multirun"])
+    assert code == 2
+    assert [options.output for options in launches.options] == [Path(f"runs/sweep/{number}") for number in range(4)]
+    assert [options.seed for options in launches.options] == [1, 2, 1, 2]
+    assert [options.plan for options in launches.options] == [Path(f"runs/sweep/{n}/plan.json") for n in range(4)]
+    output = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "runs/sweep/" in line]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert [row[2].split(":")[0] for row in rows] == ["done", "failed", "done", "done"]
+    assert [row[4] for row in rows] == ["0.5", "", "2.5", "3.5"]
+    assert output.count("seed=2") == 2
+
+
+def test_jobs_under_torchrun_are_refused(
+    launches: Launches, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    assert main([*_SMOKE, "plan=symmetric,split", "-m"]) == 2
+    assert "found --multirun under torchrun or srun" in capsys.readouterr().err
+    assert launches.options == []
+
+
+def test_how_a_rank_ended_in_words() -> None:
+    assert str(RankExit(rank=3, code=1)) == "rank 3 ended with exit code 1"
+    assert str(RankExit(rank=3, code=-9)) == "rank 3 was ended by SIGKILL"
+
+
+def test_ports_differ() -> None:
+    assert len({ranks.free_port() for _ in range(4)}) > 1

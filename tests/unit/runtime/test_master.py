@@ -1,0 +1,112 @@
+"""Programs are agreed on, and metrics of several ranks come together, over a store in one process."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+import torch.distributed as dist
+from rich.console import Console
+
+from megatron_real.errors import ConfigError, PeerError
+from megatron_real.runtime.display import Display, iteration_line, position_table, rank_ranges
+from megatron_real.runtime.liveness import is_communication_error
+from megatron_real.runtime.master import Master
+from megatron_real.runtime.progress import Position
+from megatron_real.runtime.publication import agree_on_program
+from megatron_real.runtime.reports import IterationMetrics, MetricsPublisher
+
+
+def test_ranks_agree_on_a_program() -> None:
+    store = dist.HashStore()
+    text = "world_size=2\n0 Run(a)\n1 Run(b)"
+    name = agree_on_program(store, 0, text)
+    assert agree_on_program(store, 1, text) == name
+    with pytest.raises(ConfigError, match=r"rank 2 compiled .* rank 0 published") as error:
+        agree_on_program(store, 2, text.replace("Run(b)", "Run(c)"))
+    assert str(error.value).endswith("-1 Run(b)\n+1 Run(c)")
+    with pytest.raises(PeerError, match=r"rank 0 did not publish version 1 within 0.1 s \(rank 1 asked\)"):
+        agree_on_program(store, 1, text, version=1, timeout_s=0.1)
+
+
+def test_metrics_of_all_ranks_come_together_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    got: list[tuple[int, IterationMetrics]] = []
+    master = Master(
+        store,
+        2,
+        sink=lambda iteration, metrics: got.append((iteration, metrics)),
+        display=Display(3, live=False),
+    )
+    first, second = (MetricsPublisher(store, rank) for rank in (0, 1))
+    with caplog.at_level(logging.INFO):
+        master.start()
+        first.publish(0, "actor_train", {"loss": 0.5, "steps": {"loss": [0.25, 0.75]}})
+        for iteration in range(3):
+            first.end_iteration(iteration)  # two iterations ahead of the other rank
+        second.publish(0, None, {"reward": 2.0})
+        second.publish(0, "actor_train", {"loss": 9.0, "entropy": 1.0})
+        for iteration in range(2):
+            second.end_iteration(iteration)
+        second.publish(2, None, {"reward": 3.0})
+        second.end_iteration(2)
+        first.close()
+        second.close()
+        master.close()
+    assert [iteration for iteration, _ in got] == [0, 1, 2]
+    assert got[0][1][None] == {"reward": 2.0}
+    loss = got[0][1]["actor_train"]
+    assert loss["entropy"] == 1.0
+    assert loss["loss"] in (0.5, 9.0)
+    assert got[1:] == [(1, {}), (2, {None: {"reward": 3.0}})]
+    assert caplog.messages == ["iteration 1/3: reward 2", "iteration 2/3: done", "iteration 3/3: reward 3"]
+
+
+def test_what_the_sink_raises_is_raised_at_the_end() -> None:
+    store = dist.HashStore()
+
+    def full(iteration: int, metrics: IterationMetrics) -> None:
+        raise OSError("disk full")
+
+    master = Master(store, 1, sink=full, display=Display(None, live=False))
+    publisher = MetricsPublisher(store, 0)
+    master.start()
+    publisher.end_iteration(0)
+    publisher.close()
+    with pytest.raises(OSError, match="disk full"):
+        master.close()
+
+
+def test_lines_and_tables() -> None:
+    metrics: IterationMetrics = {
+        None: {"reward": 0.41237, "kl": 0.01, "advantage": 1},
+        "iteration": {"duration_s": 2.0, "tokens": 3000},
+    }
+    assert iteration_line(4, 20, metrics) == "iteration 5/20: 2.00 s, 1500 tokens/s, reward 0.4124, kl 0.01"
+    assert rank_ranges([6, 0, 1, 2, 4]) == "0-2, 4, 6"
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=True)
+    display = Display(20, live=True, console=console)
+    gen = Position(serial=1, iteration=2, index=0, name="run:actor_gen")
+    display.positions({0: gen, 1: gen, 2: Position()})
+    display.iteration(4, metrics)
+    display.close()
+    assert "1500 tokens/s" in out.getvalue()
+    plain = Console(file=io.StringIO(), width=80)
+    with plain.capture() as captured:
+        plain.print(position_table({0: gen, 1: gen, 2: Position()}))
+    lines = [line.split() for line in captured.get().splitlines()]
+    assert lines[1:] == [["0-1", "3", "run:actor_gen"], ["2", "-", "between", "instructions"]]
+
+
+def test_broken_connections_are_told_from_errors_of_their_own() -> None:
+    cause = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:33061")
+    outer = ValueError("transfer failed")
+    outer.__cause__ = cause
+    assert is_communication_error(cause)
+    assert is_communication_error(outer)
+    assert is_communication_error(PeerError("rank 1 did not come"))
+    assert is_communication_error(dist.DistNetworkError("x"))
+    assert not is_communication_error(RuntimeError("shape '[2]' is invalid for input of size 3"))
+    assert not is_communication_error(ConfigError("wrong"))
