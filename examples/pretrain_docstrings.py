@@ -37,8 +37,8 @@ class TokenWindows(torch.utils.data.Dataset):
         return {"tokens": window[:-1], "labels": window[1:]}
 
 
-def datasets_provider(num_samples: tuple[int, int, int]) -> tuple[TokenWindows, ...]:
-    """Train, validation and test windows."""
+def datasets_provider(num_samples: tuple[int, int, int], vp_stage: int | None = None) -> tuple[TokenWindows, ...]:
+    """Train, validation and test windows; the same for every model chunk."""
     args = get_args()
     return tuple(
         TokenWindows(args.train_tokens, args.seq_length, samples, args.seed + index)

@@ -1,7 +1,8 @@
 """Draws spans as an SVG: one lane per rank, colours by model and call, waits hatched, times in seconds.
 
-Measured and simulated spans are drawn alike, and may be stacked on one time scale (`timeline_svg` with several panels). The picture needs
-nothing else: no scripts, no fonts, no files; it may be embedded in an HTML page as it is.
+Measured and simulated spans are drawn alike, and may be stacked on one time scale (`timeline_svg` with several
+panels). The picture needs nothing else: no scripts, no fonts, no files; it may be embedded in an HTML page as it
+is.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _PANEL_TITLE = 24
 _ITERATION_ROW = 18
 _AXIS = 26
 _PANEL_GAP = 22
+_INK = "#1c1c1c"
 _LABEL_WIDTH = 6.6
 """Width of a letter at the size of the labels, in pixels."""
 _FONT = "font-family=\"system-ui, 'Segoe UI', 'DejaVu Sans', Helvetica, Arial, sans-serif\""
@@ -131,7 +133,7 @@ def timeline_svg(
     body: list[str] = []
     for panel in drawn:
         if panel.title:
-            body.append(_text(_LEFT, top + 15, panel.title, size=13, weight="600"))
+            body.append(_heading(_LEFT, top + 15, panel.title, size=13))
             top += _PANEL_TITLE
         body += _draw(panel, top, scale, _fills(drawn))
         top += _ITERATION_ROW + panel.lanes_height + _AXIS + _PANEL_GAP
@@ -141,7 +143,7 @@ def timeline_svg(
         f'{_FONT} role="img" aria-label={quoteattr(title)}>'
     )
     background = f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>'
-    heading = _text(_LEFT, 21, title, size=16, weight="600")
+    heading = _heading(_LEFT, 21, title, size=16)
     return "\n".join([head, _PATTERN, background, heading, *legend, *body, "</svg>"]) + "\n"
 
 
@@ -222,14 +224,15 @@ def _bar(span: Span, x: float, y: int, scale: float, fills: Mapping[str, str]) -
     facts = "".join(f"\n{name}: {value}" for name, value in span.facts.items())
     waits = "waiting in " if span.kind is SpanKind.WAIT else ""
     tip = f"{waits}{span.name}\nrank {span.rank}, iteration {span.iteration}\n{_seconds(span.duration_s)}{facts}"
+    corner = min(2.0, width / 3)
     parts = [
         "<g>",
         f"<title>{escape(tip)}</title>",
-        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_LANE}" rx="{min(2.0, width / 3):.1f}" fill="{fill}"/>',
+        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_LANE}" rx="{corner:.1f}" fill="{fill}"/>',
     ]
     label = _label(span, width)
     if label and span.kind is not SpanKind.WAIT:
-        color = "#ffffff" if fill in _DARK else "#1c1c1c"
+        color = "#ffffff" if fill in _DARK else _INK
         parts.append(_text(x + width / 2, y + _LANE / 2 + 4, label, size=11, anchor="middle", color=color))
     return "".join([*parts, "</g>"])
 
@@ -278,17 +281,12 @@ def _seconds(duration_s: float) -> str:
     return f"{duration_s * 1e3:.2f} ms" if duration_s < 0.1 else f"{duration_s:.3f} s"
 
 
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: int,
-    anchor: str = "start",
-    color: str = "#1c1c1c",
-    weight: str = "400",
-) -> str:
+def _text(x: float, y: float, text: str, *, size: int, anchor: str = "start", color: str = _INK) -> str:
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{color}" '
-        f'font-weight="{weight}">{escape(text)}</text>'
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{color}">'
+        f"{escape(text)}</text>"
     )
+
+
+def _heading(x: float, y: float, text: str, *, size: int) -> str:
+    return f'<g font-weight="600">{_text(x, y, text, size=size)}</g>'

@@ -103,8 +103,9 @@ class OpenSpan:
 class Tracer:
     """Writes the spans of one rank to ``<folder>/rank-<r>.jsonl``, a line each, as they end.
 
-    A resumed run appends. Times come from the monotonic clock, shifted once to seconds since the epoch: ranks of one
-    host share the clock, ranks of several hosts are as well aligned as their wall clocks.
+    A file that is there is written over: a resumed run has a trace of its own. Times come from the monotonic
+    clock, shifted once to seconds since the epoch: ranks of one host share the clock, ranks of several hosts are as
+    well aligned as their wall clocks.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -112,9 +113,8 @@ class Tracer:
         self.path = folder / f"rank-{rank}.jsonl"
         self._rank = rank
         self._epoch = time.time() - time.monotonic()
-        _drop_cut_line(self.path)
         # Line buffered: what is written survives os._exit and SIGKILL.
-        self._file = self.path.open("a", buffering=1, encoding="utf-8")
+        self._file = self.path.open("w", buffering=1, encoding="utf-8")
 
     def span(self, name: str, kind: SpanKind | str, iteration: int, **facts: Fact) -> OpenSpan:
         """A context manager that measures one instruction; the span is written even when the body raises."""
@@ -131,14 +131,6 @@ class Tracer:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _drop_cut_line(path: Path) -> None:
-    """Remove a last line without its end: the rank was killed while it wrote."""
-    if path.exists():
-        data = path.read_bytes()
-        if not data.endswith(b"\n"):
-            path.write_bytes(data[: data.rfind(b"\n") + 1])
 
 
 def read_spans(folder: Path) -> tuple[Span, ...]:
@@ -171,10 +163,10 @@ def _read_file(path: Path) -> Iterator[Span]:
 def attribute_waits(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Split the time in which a rank only waited for others off its realloc, save and transfer spans. Pure.
 
-    A realloc's or save's time before its last participant entered is ``wait``; of a participant that was done before the
-    last one entered (it did not need it), the time before the last one that entered while it was inside. A receiving
-    transfer's time before its last sender started to send is ``wait``. Each rank's total time stays the same. A wait keeps the
-    instruction's name and facts.
+    A realloc's or save's time before its last participant entered is ``wait``; of a participant that was done
+    before the last one entered (it did not need it), the time before the last one that entered while it was
+    inside. A receiving transfer's time before its last sender started to send is ``wait``. Each rank's total time
+    stays the same. A wait keeps the instruction's name and facts.
     """
     spans = tuple(spans)
     entered: dict[tuple[int, str], list[float]] = defaultdict(list)
@@ -218,19 +210,20 @@ def write_chrome_trace(spans: Iterable[Span], path: Path) -> None:
         events.append(
             {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
         )
-    for span in spans:
-        events.append(
-            {
-                "ph": "X",
-                "name": f"wait {span.name}" if span.kind is SpanKind.WAIT else span.name,
-                "cat": span.kind.value,
-                "pid": span.rank,
-                "tid": 0,
-                "ts": round((span.start_s - origin) * 1e6, 1),
-                "dur": round(span.duration_s * 1e6, 1),
-                "args": {"iteration": span.iteration, **span.facts},
-            }
-        )
+    events += [_chrome_event(span, origin) for span in spans]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         json.dump({"displayTimeUnit": "ms", "traceEvents": events}, file)
+
+
+def _chrome_event(span: Span, origin_s: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": f"wait {span.name}" if span.kind is SpanKind.WAIT else span.name,
+        "cat": span.kind.value,
+        "pid": span.rank,
+        "tid": 0,
+        "ts": round((span.start_s - origin_s) * 1e6, 1),
+        "dur": round(span.duration_s * 1e6, 1),
+        "args": {"iteration": span.iteration, **span.facts},
+    }

@@ -13,9 +13,9 @@ Shape legend: s positions, b sequences, h hidden size, R response tokens and S s
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,7 +59,9 @@ def infer(
     _check(copy, head)
     ids = tuple(i for part in microbatches for i in part)
     if sorted(ids) != sorted(batch.ids):
-        raise RealError(f"copy {copy.key}: found micro-batches of {len(ids)} sequences; expected the batch's {len(batch.ids)}.")
+        raise RealError(
+            f"copy {copy.key}: found micro-batches of {len(ids)} sequences; expected the batch's {len(batch.ids)}."
+        )
     padded = pad_all(copy, batch, microbatches)
     _check_length(copy, padded)
 
@@ -105,7 +107,9 @@ def train(
         PlanError: the copy is not trainable, or has no such head, or its layout does not take these micro-batches.
     """
     if copy.optimizer is None:
-        raise PlanError(f"copy {copy.key}: found no optimizer; expected the trainable copy of {copy.key.model}.")
+        raise PlanError(
+            f"copy {copy.key}: found no optimizer; expected the trainable copy of {copy.key.model}."
+        )
     _check(copy, objective.head)
     rows: list[dict[str, torch.Tensor]] = []
     grad_norms: list[float] = []
@@ -133,7 +137,9 @@ def train(
 def _check(copy: ModelCopy, head: Head) -> None:
     if (head is Head.LOGPROBS) == copy.role.scalar_head:
         has = "a scalar head" if copy.role.scalar_head else "a language-model head"
-        raise PlanError(f"copy {copy.key}: found {has}; it does not return {head}. Use the role's other call or model.")
+        raise PlanError(
+            f"copy {copy.key}: found {has}; it does not return {head}. Use the role's other call or model."
+        )
     if copy.parallel.layout.cp > 1:
         raise PlanError(
             f"copy {copy.key}: found cp={copy.parallel.layout.cp}; expected cp=1: sequences are not split over "
@@ -161,54 +167,63 @@ def _run_model(
         # Padding may go past the positions that the model knows.
         positions = torch.arange(one.length, device=one.device).clamp_(max=copy.role.max_sequence_length - 1)
         positions = positions.expand(one.num_rows, -1)
-    compute = functools.partial(
-        _head_outputs, copy=copy, one=one, head=head, temperature=temperature, with_entropy=with_entropy
-    )
+    compute = _HeadOutputs(copy=copy, one=one, head=head, temperature=temperature, with_entropy=with_entropy)
     # No mask: attention is causal by itself and padding stands behind the real tokens.
     return model(one.tokens, positions, None, output_processor=compute)
 
 
-def _head_outputs(
-    *,
-    hidden_states: torch.Tensor,
-    output_layer: torch.nn.Module,
-    output_weight: torch.Tensor | None,
-    copy: ModelCopy,
-    one: PaddedMicrobatch,
-    head: Head,
-    temperature: float,
-    with_entropy: bool,
-    **_others: Any,
-) -> dict[str, torch.Tensor]:
-    """What the last stage returns; called by `GPTModel.forward` in place of its own post-processing."""
-    if one.tokens is None:
-        raise RealError(f"copy {copy.key}: found no tokens on the last pipeline stage; expected them to be transferred there.")
-    at = one.last_positions() if head is Head.SCORES else one.response_positions()
-    count = at.rows.numel()
-    if count == 0:  # collectives and gradients want at least one row
-        at = Positions(rows=at.rows.new_zeros(1), columns=at.columns.new_zeros(1))
-    if copy.config.sequence_parallel:
-        # The layer itself gathers the sequence, so all positions pass through it.
-        rows = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)[0][at.columns, at.rows]
-    else:
-        chosen = hidden_states[at.columns, at.rows].unsqueeze(1)
-        rows = output_layer(chosen, weight=output_weight, runtime_gather_output=False)[0].squeeze(1)
-    if head is not Head.LOGPROBS:
-        return {head.value: rows.squeeze(-1).float()[:count]}
-    assert copy.parallel.pg_collection is not None
-    targets = one.tokens[at.rows, (at.columns + 1).clamp_(max=one.length - 1)]
-    logprobs, entropy = vocab_parallel_logprobs_and_entropy(
-        rows,
-        targets,
-        tp_group=copy.parallel.pg_collection.tp,
-        vocab_size=copy.role.vocab_size,
-        temperature=temperature,
-        with_entropy=with_entropy,
-    )
-    outputs = {"logprobs": logprobs[:count]}
-    if entropy is not None:
-        outputs["entropy"] = entropy[:count]
-    return outputs
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HeadOutputs:
+    """What the last stage returns; `GPTModel.forward` calls it in place of its own post-processing."""
+
+    copy: ModelCopy
+    one: PaddedMicrobatch
+    head: Head
+    temperature: float
+    with_entropy: bool
+
+    def __call__(
+        self,
+        *,
+        hidden_states: torch.Tensor,
+        output_layer: torch.nn.Module,
+        output_weight: torch.Tensor | None,
+        **_others: Any,
+    ) -> dict[str, torch.Tensor]:
+        one = self.one
+        if one.tokens is None:
+            raise RealError(
+                f"copy {self.copy.key}: found no tokens on the last pipeline stage; expected a transfer to it."
+            )
+        at = one.last_positions() if self.head is Head.SCORES else one.response_positions()
+        count = at.rows.numel()
+        if count == 0:  # collectives and gradients want at least one row
+            at = Positions(rows=at.rows.new_zeros(1), columns=at.columns.new_zeros(1))
+        if self.copy.config.sequence_parallel:
+            # The layer itself gathers the sequence, so all positions pass through it.
+            rows = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)[0]
+            rows = rows[at.columns, at.rows]
+        else:
+            chosen = hidden_states[at.columns, at.rows].unsqueeze(1)
+            rows = output_layer(chosen, weight=output_weight, runtime_gather_output=False)[0].squeeze(1)
+        if self.head is not Head.LOGPROBS:
+            return {self.head.value: rows.squeeze(-1).float()[:count]}
+        return {name: values[:count] for name, values in self._logprobs(rows, at).items()}
+
+    def _logprobs(self, logits: torch.Tensor, at: Positions) -> dict[str, torch.Tensor]:
+        groups, tokens = self.copy.parallel.pg_collection, self.one.tokens
+        assert groups is not None
+        assert tokens is not None
+        following = (at.columns + 1).clamp_(max=self.one.length - 1)
+        logprobs, entropy = vocab_parallel_logprobs_and_entropy(
+            logits,
+            tokens[at.rows, following],
+            tp_group=groups.tp,
+            vocab_size=self.copy.role.vocab_size,
+            temperature=self.temperature,
+            with_entropy=self.with_entropy,
+        )
+        return {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
 
 
 def _training_step(copy: ModelCopy, objective: Objective, temperature: float, minibatch: Minibatch) -> Any:
@@ -262,7 +277,10 @@ def _add(sums: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def _report(
-    copy: ModelCopy, rows: Sequence[Mapping[str, torch.Tensor]], num_tokens: Sequence[int], grad_norms: list[float]
+    copy: ModelCopy,
+    rows: Sequence[Mapping[str, torch.Tensor]],
+    num_tokens: Sequence[int],
+    grad_norms: list[float],
 ) -> dict[str, Any]:
     """Means per step over the global minibatch. Collective over the data-parallel ranks of the last stage."""
     if not rows:

@@ -1,10 +1,10 @@
 """Token generation with a key-value cache under tensor and pipeline parallelism.
 
-A micro-batch is one decoding batch: its prompts are cut at the shortest, filled into the cache in one pass, and from there
-every sequence moves one position at a time. Where a prompt is longer, its own token is taken instead of a sampled one,
-so every token stands at its real position and no padding ever enters the cache. Under pipeline parallelism each stage
-goes round its micro-batches: hidden states go to the next stage, and the last stage hands the chosen tokens to all
-ranks of the replica. With as many micro-batches as stages, all stages work at once.
+A micro-batch is one decoding batch: its prompts are cut at the shortest, filled into the cache in one pass, and from
+there every sequence moves one position at a time. Where a prompt is longer, its own token is taken instead of a
+sampled one, so every token stands at its real position and no padding ever enters the cache. Under pipeline
+parallelism each stage goes round its micro-batches: hidden states go to the next stage, and the last stage hands the
+chosen tokens to all ranks of the replica. With as many micro-batches as stages, all stages work at once.
 
 Invariants (tests/hooks/test_generation.py):
     - tokens are those of a loop of full forward passes, for every layout, order and cut into micro-batches;
@@ -29,7 +29,6 @@ from megatron.core.transformer.attention import Attention
 from megatron_real.backend import Sampling
 from megatron_real.batch import Batch
 from megatron_real.dataflow import Call, KeySpec, Per
-from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import PlanError, RealError
 from megatron_real.hooks.model_copy import ModelCopy
 from megatron_real.hooks.padding import pad_tokens
@@ -49,22 +48,19 @@ def generate(
     prompts: Batch,
     microbatches: Sequence[Sequence[int]],
     sampling: Sampling,
-    *,
-    ledger: MemoryLedger | None = None,
 ) -> Batch:
     """Sample a response to each of this data-parallel rank's prompts.
 
     Collective over the copy's model-parallel ranks (and, with experts spread over data-parallel ranks, over those).
 
     Args:
-        copy: a language model.
+        copy: a language model; its ledger, if any, holds the cache while it lives.
         call: keys the draws, with `iteration` and the sequence ids.
         iteration: of the run.
         prompts: sequences without responses; ``tokens`` on the first and the last pipeline stage.
         microbatches: the sequence ids of each decoding batch; together those of `prompts`.
         sampling: how tokens are drawn and when a response ends: at `end_token`, which it keeps, or at
             `max_new_tokens`.
-        ledger: where the cache is booked while it lives.
 
     Returns:
         The same sequences in the same order, with their response lengths; on the last pipeline stage also ``tokens``
@@ -79,7 +75,7 @@ def generate(
     _check(copy, prompts, microbatches, sampling)
     chunk = copy.chunks[0]
     device = next(chunk.parameters()).device
-    owner = f"{copy.key} key-value cache of {call.name}"
+    ledger, owner = copy.ledger, f"{copy.key} key-value cache of {call.name}"
     draws = DrawKey(seed=sampling.seed, call=call.name, iteration=iteration)
     with torch.no_grad(), copy.parallel.active(), InferenceMode.active():
         chunk.eval()
@@ -87,7 +83,9 @@ def generate(
         decodes = [_Decode.begin(prompts.select(ids), sampling, draws, device) for ids in microbatches]
         links.agree_on_passes(decodes)
         if ledger is not None:
-            ledger.reserve(owner, sum(kv_cache_bytes(chunk, one.num_rows, one.capacity - 1) for one in decodes))
+            ledger.reserve(
+                owner, sum(kv_cache_bytes(chunk, one.num_rows, one.capacity - 1) for one in decodes)
+            )
         try:
             for one in decodes:
                 one.context = StaticInferenceContext(one.num_rows, one.capacity - 1)
@@ -108,15 +106,18 @@ def kv_cache_bytes(chunk: torch.nn.Module, num_sequences: int, length: int) -> i
         num_sequences: decoded together.
         length: positions of each.
     """
-    elements = sum(
+    elements: int = sum(
         module.num_query_groups_per_partition * (module.key_hidden_size + module.val_hidden_size)
         for module in chunk.modules()
         if isinstance(module, Attention)
     )
-    return elements * num_sequences * length * next(chunk.parameters()).element_size()
+    itemsize: int = next(chunk.parameters()).element_size()
+    return elements * num_sequences * length * itemsize
 
 
-def _check(copy: ModelCopy, prompts: Batch, microbatches: Sequence[Sequence[int]], sampling: Sampling) -> None:
+def _check(
+    copy: ModelCopy, prompts: Batch, microbatches: Sequence[Sequence[int]], sampling: Sampling
+) -> None:
     layout = copy.parallel.layout
     for name, found, expected in (("vpp", layout.vpp, 1), ("sp", layout.sp, False), ("cp", layout.cp, 1)):
         if found != expected:
@@ -125,7 +126,9 @@ def _check(copy: ModelCopy, prompts: Batch, microbatches: Sequence[Sequence[int]
                 "cache does not go with it."
             )
     if copy.role.scalar_head:
-        raise PlanError(f"copy {copy.key}: found a scalar head; expected a language model in a generate call.")
+        raise PlanError(
+            f"copy {copy.key}: found a scalar head; expected a language model in a generate call."
+        )
     check_sampling(sampling)
     ids = sorted(i for part in microbatches for i in part)
     if ids != sorted(prompts.ids) or not all(microbatches):
@@ -246,7 +249,11 @@ class _Links:
         self.first, self.last = at.pp == 0, at.pp == parallel.layout.pp - 1
         self.alone = parallel.layout.pp == 1
         self.previous, self.next = (
-            rank_of(Coordinates(tp=at.tp, cp=0, dp=at.dp, pp=pp % parallel.layout.pp), parallel.mesh, parallel.layout)
+            rank_of(
+                Coordinates(tp=at.tp, cp=0, dp=at.dp, pp=pp % parallel.layout.pp),
+                parallel.mesh,
+                parallel.layout,
+            )
             for pp in (at.pp - 1, at.pp + 1)
         )
         self.replica = groups.mp

@@ -50,7 +50,7 @@ from megatron_real.trace import Tracer, read_spans, write_chrome_trace
 if TYPE_CHECKING:
     from megatron_real.config import RunOptions
 
-__all__ = ["Job", "prepare", "run_ppo"]
+__all__ = ["Job", "build_executor", "prepare", "run_ppo", "write_reports"]
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ def run_ppo(options: RunOptions) -> dict[str, Any] | None:
         master, writer = _start_master(job, liveness) if rank == 0 else (None, None)
         groups = ProcessGroups(timeout_s=limits.stuck_after_s)
         observers = Observers(tracer=tracer, progress=progress, faults=FaultInjector(job.faults, rank))
-        executor = _build(job, groups, observers, limits.stuck_after_s)
+        executor, _ = build_executor(job, groups, observers, timeout_s=limits.stuck_after_s)
         progress.leave()
         _train(job, executor, publisher)
         publisher.close()
@@ -260,7 +260,14 @@ def _start_master(job: Job, liveness: Liveness) -> tuple[Master, MetricsWriter]:
     return master, writer
 
 
-def _build(job: Job, groups: ProcessGroups, observers: Observers, timeout_s: float) -> RankExecutor:
+def build_executor(
+    job: Job, groups: ProcessGroups, observers: Observers | None = None, *, timeout_s: float = 600.0
+) -> tuple[RankExecutor, MegatronBackend]:
+    """Build models, fill them and connect the transfers. Collective over WORLD.
+
+    Raises:
+        RealError: a copy cannot be built or loaded, or a rank did not come.
+    """
     backend = MegatronBackend(job.program, groups=groups, timeout_s=timeout_s)
     for name, setup in job.roles.items():
         backend.add_model(name, setup)
@@ -280,7 +287,7 @@ def _build(job: Job, groups: ProcessGroups, observers: Observers, timeout_s: flo
         timeout_s=timeout_s,
     )
     transfers.connect()
-    return RankExecutor(
+    executor = RankExecutor(
         RunParts(
             program=job.program,
             rank=backend.rank,
@@ -288,9 +295,10 @@ def _build(job: Job, groups: ProcessGroups, observers: Observers, timeout_s: flo
             algorithm=job.algorithm,
             transfers=transfers,
             tokenizer=job.tokenizer,
-            observers=observers,
+            observers=observers or Observers(),
         )
     )
+    return executor, backend
 
 
 def _train(job: Job, executor: RankExecutor, publisher: MetricsPublisher) -> TrainResult:

@@ -38,8 +38,8 @@ class _Shard:
         size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
         if columns * size < vocab_size:
             raise PlanError(
-                f"log-probs: found {columns} logits on each of {size} ranks; expected at least {vocab_size} in all, the "
-                "vocabulary. Do not gather or cut the logits before."
+                f"log-probs: found {columns} logits on each of {size} ranks; expected at least {vocab_size} in all, "
+                "the vocabulary. Do not gather or cut the logits before."
             )
         start = rank * columns
         real = min(max(vocab_size - start, 0), columns)
@@ -54,7 +54,12 @@ class _Shard:
 class _LogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: _Shard, temperature: float, with_entropy: bool
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        shard: _Shard,
+        temperature: float,
+        with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         shifted = logits[..., : shard.real].to(wide, copy=True)
@@ -103,7 +108,9 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             assert grad_logprobs is not None
             grad.mul_(grad_logprobs.unsqueeze(-1))
         else:
-            constant = grad_entropy * entropy if grad_logprobs is None else grad_logprobs + grad_entropy * entropy
+            constant = (
+                grad_entropy * entropy if grad_logprobs is None else grad_logprobs + grad_entropy * entropy
+            )
             grad.mul_(torch.addcmul(constant.unsqueeze(-1), grad_entropy.unsqueeze(-1), log_softmax))
         if grad_logprobs is not None and shard.real:
             grad.scatter_add_(-1, index, torch.where(here, grad_logprobs, 0.0).unsqueeze(-1))

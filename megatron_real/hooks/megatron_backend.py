@@ -147,9 +147,7 @@ class MegatronBackend:
         sampling: Sampling,
     ) -> Batch:
         """See `ModelBackend.generate`."""
-        return generation.generate(
-            self.copy(copy), call, iteration, prompts, microbatches, sampling, ledger=self.ledger
-        )
+        return generation.generate(self.copy(copy), call, iteration, prompts, microbatches, sampling)
 
     def infer(
         self, copy: CopyKey, batch: Batch, microbatches: Sequence[Sequence[int]], head: Head, temperature: float

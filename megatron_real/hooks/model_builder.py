@@ -99,6 +99,8 @@ def layout_config(role: RoleModel, layout: Layout) -> TransformerConfig:
     variable = config.variable_seq_lengths or (layout.pp > 1 and not interleaved)
     changes: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tp,
+        "tensor_parallel_num_weight_shards": None,  # derived from tp and ep
+        "expert_tensor_parallel_num_weight_shards": None,
         "sequence_parallel": layout.sp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,

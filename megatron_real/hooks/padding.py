@@ -88,7 +88,9 @@ def pad_tokens(flat: torch.Tensor, lengths: Sequence[int], width: int) -> torch.
     return padded
 
 
-def pad_microbatch(batch: Batch, ids: Sequence[int], *, multiple: int, device: torch.device) -> PaddedMicrobatch:
+def pad_microbatch(
+    batch: Batch, ids: Sequence[int], *, multiple: int, device: torch.device
+) -> PaddedMicrobatch:
     """The sequences `ids` of `batch`, padded.
 
     Args:
@@ -106,8 +108,8 @@ def pad_microbatch(batch: Batch, ids: Sequence[int], *, multiple: int, device: t
     if min(chosen.prompt_lengths) < 1:
         empty = [i for i, length in zip(chosen.ids, chosen.prompt_lengths, strict=True) if length < 1]
         raise RealError(
-            f"micro-batch: sequences {empty[:8]} have no prompt tokens; expected at least one, since a model predicts a "
-            "token from those before it."
+            f"micro-batch: sequences {empty[:8]} have no prompt tokens; expected at least one, since a model "
+            "predicts a token from those before it."
         )
     lengths = chosen.lengths(Per.TOKEN)
     length = -(-max(lengths) // multiple) * multiple

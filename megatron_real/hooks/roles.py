@@ -6,8 +6,11 @@ a checkpoint, from the architecture stored there; overrides (``models.yaml``) co
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import io
+import logging
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +35,8 @@ __all__ = [
     "role_arguments",
     "role_model",
 ]
+
+logger = logging.getLogger(__name__)
 
 ARCHITECTURE: tuple[str, ...] = (
     "num_layers",
@@ -72,6 +77,10 @@ _FLAT_LAYOUT = {
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
+    "tensor_parallel_num_weight_shards": None,
+    "expert_tensor_parallel_num_weight_shards": None,
+    "gtp_weight_remat_size": 1,
+    "expert_gtp_weight_remat_size": 1,
     "sequence_parallel": False,
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
@@ -91,13 +100,16 @@ def parse_arguments(arguments: Sequence[str], plan: Path) -> Namespace:
 
     former = sys.argv
     sys.argv = [former[0], *arguments, "--real-plan", str(plan)]
+    printed = io.StringIO()
     try:
-        args = parse_args()
-        validate_args(args, {"tokenizer_type": "NullTokenizer"})
+        with contextlib.redirect_stdout(printed):  # five hundred lines; they stand in the checkpoint too
+            args = parse_args()
+            validate_args(args, {"tokenizer_type": "NullTokenizer"})
     except AssertionError as error:  # Megatron asserts what users write
         raise ConfigError(f"Megatron's arguments: {error}.") from error
     finally:
         sys.argv = former
+        logger.debug("%s", printed.getvalue())
     return args
 
 
@@ -165,10 +177,12 @@ def role_model(
     vars(flat).update({name: value for name, value in _FLAT_LAYOUT.items() if hasattr(flat, name)})
     # Ratios compare the same network at two times: dropout would make it two networks (as in verl and TRL).
     flat.hidden_dropout = flat.attention_dropout = 0.0
+    if not use_te:
+        flat.apply_rope_fusion = False  # TransformerEngine's kernel
     config = core_transformer_config_from_args(flat)
     return RoleModel(
         role=role,
-        config=dataclasses.replace(config, tensor_model_parallel_size=1, pipeline_model_parallel_size=1),
+        config=config,
         vocab_size=args.vocab_size,
         padded_vocab_size=padded_vocab_size(
             args.vocab_size, args.make_vocab_size_divisible_by, tuple(sorted(set(tp_sizes)))

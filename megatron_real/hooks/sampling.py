@@ -83,7 +83,11 @@ def check_sampling(sampling: Sampling) -> None:
         ConfigError: naming the option.
     """
     for name, good, expected in (
-        ("temperature", sampling.temperature > 0, "a positive number; use greedy=True for the most likely token"),
+        (
+            "temperature",
+            sampling.temperature > 0,
+            "a positive number; use greedy=True for the most likely token",
+        ),
         ("top_k", sampling.top_k >= 0, "0 (keep all) or more"),
         ("top_p", 0 < sampling.top_p <= 1, "a number in (0, 1]"),
         ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),

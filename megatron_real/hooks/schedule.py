@@ -21,11 +21,11 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
+from megatron_real.batch import Batch
 from megatron_real.errors import PlanError
 from megatron_real.hooks.model_copy import ModelCopy
 from megatron_real.hooks.padding import PaddedMicrobatch, pad_microbatch
 from megatron_real.hooks.patching import require_parameters
-from megatron_real.batch import Batch
 
 __all__ = ["ForwardStep", "is_last_stage", "pad_all", "run_schedule"]
 
@@ -52,7 +52,12 @@ def pad_all(copy: ModelCopy, batch: Batch, microbatches: Sequence[Sequence[int]]
 
 
 def run_schedule(
-    copy: ModelCopy, chunks: Sequence[Any], forward_step: ForwardStep, microbatches: Sequence[PaddedMicrobatch], *, train: bool
+    copy: ModelCopy,
+    chunks: Sequence[Any],
+    forward_step: ForwardStep,
+    microbatches: Sequence[PaddedMicrobatch],
+    *,
+    train: bool,
 ) -> list[Any]:
     """One forward, or forward and backward, pass; under the copy's active layout.
 
@@ -105,7 +110,9 @@ class _Communicator(P2PCommunicator):
     def __init__(self, copy: ModelCopy, microbatches: Sequence[PaddedMicrobatch]) -> None:
         groups, layout = copy.parallel.pg_collection, copy.parallel.layout
         assert groups is not None
-        require_parameters(_COMMUNICATE_SHAPES, ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"))
+        require_parameters(
+            _COMMUNICATE_SHAPES, ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next")
+        )
         config = copying.copy(copy.config)
         config.variable_seq_lengths = True  # makes the base class ask `_communicate_shapes`
         super().__init__(groups.pp, config)
@@ -131,13 +138,15 @@ class _Communicator(P2PCommunicator):
     def finish(self, *, train: bool) -> None:
         """Check that the schedule received as often as we thought it would."""
         left = (self._forward, self._backward) if train else (self._forward,)
-        assert all(next(shapes, None) is None for shapes in left), "the schedule received less than its stages sent"
+        assert all(next(shapes, None) is None for shapes in left), (
+            "the schedule received less than its stages sent"
+        )
 
 
 def _receive_order(
     shapes: Sequence[tuple[int, int, int]], num_chunks: int, group_size: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Shapes in the order in which a stage receives them: a group of micro-batches through each chunk, then the next."""
+    """Shapes as a stage receives them: a group of micro-batches through each of its chunks, then the next group."""
     for start in range(0, len(shapes), group_size):
         for _ in range(num_chunks):
             yield from shapes[start : start + group_size]

@@ -12,6 +12,7 @@ Invariants (tests/unit/realloc_ops/test_segments.py):
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -305,7 +306,7 @@ def _refuse_unownable(tensors: Sequence[tuple[int, str, torch.Tensor]], owner: s
 def _padded(tensor: torch.Tensor) -> int:
     """Elements of a tensor, rounded up to the alignment."""
     step = max(1, _ALIGN_BYTES // tensor.element_size())
-    return -(-tensor.numel() // step) * step
+    return math.ceil(tensor.numel() / step) * step
 
 
 def _adopt_group(name: str, members: Sequence[list[torch.Tensor]], sizes: Sequence[int]) -> Segment:

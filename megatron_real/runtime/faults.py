@@ -1,8 +1,9 @@
 """Faults injected into a run, to test that it ends well: ``kill@1:2:run:actor_gen`` kills rank 1 in iteration 2.
 
-A specification is ``ACTION@RANK:ITERATION:INSTRUCTION``. The action is ``kill`` (SIGKILL to itself), ``stop`` (SIGSTOP to itself),
-``raise`` (an exception) or ``sleep`` (``sleep@RANK:ITERATION:INSTRUCTION:SECONDS``). The instruction is a name of the program, such as
-``realloc:actor_gen``, or a call's name alone, which means its run. A fault happens once, right before the instruction.
+A specification is ``ACTION@RANK:ITERATION:INSTRUCTION``. The action is ``kill`` (SIGKILL to itself), ``stop``
+(SIGSTOP to itself), ``raise`` (an exception) or ``sleep`` (``sleep@RANK:ITERATION:INSTRUCTION:SECONDS``). The
+instruction is a name of the program, such as ``realloc:actor_gen``, or a call's name alone, which means its
+run. A fault happens once, right before the instruction.
 """
 
 from __future__ import annotations

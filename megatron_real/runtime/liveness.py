@@ -1,12 +1,14 @@
 """Heartbeats over the store: a rank that dies, stops, fails or gets stuck ends every rank, and is named in a file.
 
-Each rank has two daemon threads. ``talk`` owns a store client: it sends the rank's heartbeat, reads the others' and the abort key,
-and may block when the store does. ``guard`` never touches the store: it looks at the processes of its host, applies the rules of
-`watch.Watch` and ends the process. They run while the main thread is blocked in a collective, and end the process with ``os._exit``,
-because a rank whose peers are gone cannot be unwound.
+Each rank has two daemon threads. ``talk`` owns a store client: it sends the rank's heartbeat, reads the others'
+and the abort key, and may block when the store does. ``guard`` never touches the store: it looks at the
+processes of its host, applies the rules of `watch.Watch` and ends the process. They run while the main thread is
+blocked in a collective, and end the process with ``os._exit``, because a rank whose peers are gone cannot be
+unwound.
 
-The first failure that reaches the abort key is the failure of the job; every rank reports that one. Ranks leave together: rank 0 may
-serve the store, and a launcher that sees a rank fail kills the others before they could have written why.
+The first failure that reaches the abort key is the failure of the job; every rank reports that one. Ranks leave
+together: rank 0 may serve the store, and a launcher that sees a rank fail kills the others before they could
+have written why.
 """
 
 from __future__ import annotations
@@ -74,7 +76,6 @@ class Liveness:
         folder: where ``failure-rank<r>.json`` is written.
         progress: what the executor tells its progress to.
         limits: after how long something is wrong.
-        job: keeps jobs apart that use the same store one after the other.
     """
 
     def __init__(
@@ -86,7 +87,6 @@ class Liveness:
         folder: Path,
         progress: Progress,
         limits: Limits | None = None,
-        job: str = "job",
     ) -> None:
         self._store = store
         self._rank = rank
@@ -94,7 +94,6 @@ class Liveness:
         self._folder = folder
         self._progress = progress
         self._limits = limits or Limits()
-        self._job = job
         self._watch = Watch(rank, world_size, self._limits, launcher_serves_store=served_by_launcher())
         self._watch_lock = threading.Lock()
         self._processes: dict[int, ProcessId] = {}
@@ -123,7 +122,8 @@ class Liveness:
             ConfigError: a kind of store that cannot be opened a second time.
         """
         failure_path(self._folder, self._rank).unlink(missing_ok=True)
-        client = open_client(self._store, prefix=f"live/{self._job}", timeout_s=self._limits.dead_after_s)
+        who, timeout_s = f"rank {self._rank}", self._limits.dead_after_s
+        client = open_client(self._store, purpose="liveness", who=who, timeout_s=timeout_s)
         self._threads = [
             threading.Thread(target=self._talk, args=(client,), name="real-talk", daemon=True),
             threading.Thread(target=self._guard, name="real-guard", daemon=True),

@@ -1,7 +1,7 @@
 """The master: a thread on rank 0 that gathers metrics, hands them on, and shows the progress of all ranks.
 
-Workers never wait for it. The program that it owns is agreed on before the run (`publication`), and who is alive is the liveness
-threads' concern; the master only reads what they know.
+Workers never wait for it. The program that it owns is agreed on before the run (`publication`), and who is alive
+is the liveness threads' concern; the master only reads what they know.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Master:
     Args:
         store: the default store of ``torch.distributed``.
         world_size: number of ranks.
-        sink: gets every complete iteration once, in order, in the master's thread: ``sink(iteration, metrics by call)``.
+        sink: gets every complete iteration once, in order, in the master's thread; called with the iteration and
+            its metrics by call.
         positions: where the ranks are, such as `Liveness.positions`.
         display: where progress is shown.
-        job: as the publishers'.
     """
 
     def __init__(
@@ -48,9 +48,8 @@ class Master:
         sink: Sink | None = None,
         positions: Callable[[], Mapping[int, Position]] | None = None,
         display: Display | None = None,
-        job: str = "job",
     ) -> None:
-        self._reader = ReportReader(store, world_size, job=job)
+        self._reader = ReportReader(store, world_size)
         self._sink = sink
         self._positions = positions
         self._display = display or Display(None)

@@ -1,8 +1,8 @@
 """Where a rank is in its program, readable by the other processes of its host even after the rank was killed.
 
-A rank notes each instruction that it enters in 256 bytes of anonymous shared memory. Other ranks of the host open that memory
-once, through ``/proc``; it lives as long as someone has it open and leaves no file behind. Ranks of other hosts learn the
-position from the heartbeat, which is up to a second old.
+A rank notes each instruction that it enters in 256 bytes of anonymous shared memory. Other ranks of the host open
+that memory once, through ``/proc``; it lives as long as someone has it open and leaves no file behind. Ranks of
+other hosts learn the position from the heartbeat, which is up to a second old.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """The program that rank 0 publishes, and that every rank compares with its own before it runs it.
 
-Every rank compiles the program itself, from the same plan. Ranks that were started with different plans, options or package versions
-would hang in the first collective that only some of them join; this check names the difference instead.
+Every rank compiles the program itself, from the same plan. Ranks that were started with different plans,
+options or package versions would hang in the first collective that only some of them join; this check names
+the difference instead.
 """
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import hashlib
 import json
@@ -18,6 +20,7 @@ from megatron_real.runtime.store_client import open_client
 
 __all__ = ["agree_on_program", "program_hash", "program_text"]
 
+_KEY = "program"
 _SHOWN_LINES = 6
 
 
@@ -34,16 +37,15 @@ def program_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def agree_on_program(
-    store: dist.Store, rank: int, text: str, *, version: int = 0, timeout_s: float = 60.0
-) -> str:
+def agree_on_program(store: dist.Store, rank: int, text: str, *, timeout_s: float = 60.0) -> str:
     """Publish the program (rank 0), or compare with what rank 0 published (every other rank).
+
+    Called again, with another program, after a switch of plan.
 
     Args:
         store: the default store of ``torch.distributed``.
         rank: this rank.
         text: `program_text` of this rank's program; options that must agree may be appended to it.
-        version: counts the programs of a run.
         timeout_s: how long rank 0 may take.
 
     Returns:
@@ -53,16 +55,17 @@ def agree_on_program(
         ConfigError: this rank's program is another one; shows the first differences.
         PeerError: rank 0 did not publish in time.
     """
-    client = open_client(store, prefix="program", timeout_s=timeout_s)
+    client = open_client(store, purpose="program", who=f"rank {rank}", timeout_s=timeout_s)
     name = program_hash(text)
     if rank == 0:
-        client.set(str(version), json.dumps({"hash": name, "text": text}))
+        client.set(_KEY, json.dumps({"hash": name, "text": text}))
         return name
     try:
-        published = json.loads(client.get(str(version)))
+        client.wait([_KEY], datetime.timedelta(seconds=timeout_s))
+        published = json.loads(client.get(_KEY))
     except RuntimeError as error:
         raise PeerError(
-            f"program: rank 0 did not publish version {version} within {timeout_s:g} s (rank {rank} asked). "
+            f"program: rank 0 did not publish its program within {timeout_s:g} s (rank {rank} asked). "
             "Look at the output of rank 0."
         ) from error
     if published["hash"] != name:
@@ -71,6 +74,7 @@ def agree_on_program(
         shown = "\n".join(lines[:_SHOWN_LINES])
         raise ConfigError(
             f"program: rank {rank} compiled {name}, rank 0 published {published['hash']}; expected the same. "
-            f"Start every rank with the same plan, options and versions. Differences (- rank 0, + rank {rank}):\n{shown}"
+            "Start every rank with the same plan, options and versions. "
+            f"Differences (- rank 0, + rank {rank}):\n{shown}"
         )
     return name

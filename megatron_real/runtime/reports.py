@@ -1,7 +1,8 @@
 """How metrics come from all ranks to rank 0: through the store, off the critical path.
 
-A rank's reports are numbered keys; rank 0 reads and deletes them in order. Every rank ends each of its iterations with a mark, so
-rank 0 knows when it has all of an iteration, whatever iteration the ranks are in by then.
+A rank's reports are numbered keys; rank 0 reads and deletes them in order. Every rank ends each of its
+iterations with a mark, so rank 0 knows when it has all of an iteration, whatever iteration the ranks are in by
+then.
 """
 
 from __future__ import annotations
@@ -25,16 +26,14 @@ logger = logging.getLogger(__name__)
 IterationMetrics = dict[str | None, dict[str, Any]]
 """Metrics of an iteration by call; None holds those of the whole batch."""
 
-_PREFIX = "reports"
-
 
 class MetricsPublisher:
-    """Sends one rank's metrics; `publish` only puts them into a queue, a thread with its own store client sends them."""
+    """Sends one rank's metrics: `publish` puts them into a queue, a thread with its own store client sends them."""
 
-    def __init__(self, store: dist.Store, rank: int, *, job: str = "job") -> None:
+    def __init__(self, store: dist.Store, rank: int) -> None:
         self._rank = rank
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        client = open_client(store, prefix=f"{_PREFIX}/{job}", timeout_s=60.0)
+        client = open_client(store, purpose="reports", who=f"rank {rank}", timeout_s=60.0)
         self._thread = threading.Thread(target=self._send, args=(client,), name="real-metrics", daemon=True)
         self._thread.start()
 
@@ -66,8 +65,8 @@ class MetricsPublisher:
 class ReportReader:
     """Reads the reports of all ranks, on rank 0. For one thread."""
 
-    def __init__(self, store: dist.Store, world_size: int, *, job: str = "job") -> None:
-        self._client = open_client(store, prefix=f"{_PREFIX}/{job}", timeout_s=60.0)
+    def __init__(self, store: dist.Store, world_size: int) -> None:
+        self._client = open_client(store, purpose="reports", who="master", timeout_s=60.0)
         self._world_size = world_size
         self._next = dict.fromkeys(range(world_size), 0)
         self._metrics: dict[int, IterationMetrics] = defaultdict(dict)

@@ -12,12 +12,14 @@ from megatron_real.errors import ConfigError
 __all__ = ["open_client", "served_by_launcher"]
 
 
-def open_client(store: dist.Store, *, prefix: str, timeout_s: float) -> dist.Store:
+def open_client(store: dist.Store, *, purpose: str, who: str, timeout_s: float) -> dist.Store:
     """A new client of the store behind `store`, for the calling thread alone.
 
     Args:
         store: any store of ``torch.distributed``, such as the default group's.
-        prefix: put before every key. Restarts by a launcher that keeps its store get keys of their own.
+        purpose: what it is for. Its keys are shared with all who open a client for this purpose for the same
+            time: the second time they get fresh keys, so a second run on a store does not see the first one's.
+        who: opens it, such as ``rank 3``.
         timeout_s: how long a blocking ``get`` waits.
 
     Raises:
@@ -43,8 +45,11 @@ def open_client(store: dist.Store, *, prefix: str, timeout_s: float) -> dist.Sto
                 f"store: found a {type(base).__name__}; expected a TCPStore, FileStore or HashStore. "
                 "Start torch.distributed with init_method env:// or tcp://."
             )
+    # A launcher that restarts the ranks keeps its store.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"megatron_real/{attempt}/{prefix}", client)
+    shared = dist.PrefixStore(f"megatron_real/{attempt}/{purpose}", client)
+    times = shared.add(f"opened by {who}", 1)
+    return dist.PrefixStore(str(times), shared)
 
 
 def served_by_launcher() -> bool:

@@ -1,7 +1,8 @@
 """What a run amounts to: reward at start and end, and where the time went. Pure functions of spans and metrics.
 
-Times per iteration are over the whole run, its first iteration included. ``wait`` is what `trace.attribute_waits` finds. A rank's time is
-from the start of its first span to the end of its last; checkpoints (``save``) are told apart and count in no share.
+Times per iteration are over the whole run, its first iteration included. ``wait`` is what
+`trace.attribute_waits` finds. A rank's time is from the start of its first span to the end of its last;
+checkpoints (``save``) are told apart and count in no share.
 """
 
 from __future__ import annotations

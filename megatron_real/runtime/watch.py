@@ -1,12 +1,13 @@
 """Who is alive, who is not, and who is to blame: the rules of liveness, without threads, stores or clocks.
 
-Rank 0 hears the heartbeats of all ranks; every other rank hears those of rank 0. Every rank looks at the processes of its host.
-Times are seconds on the caller's clock.
+Rank 0 hears the heartbeats of all ranks; every other rank hears those of rank 0. Every rank looks at the
+processes of its host. Times are seconds on the caller's clock.
 
 Invariants (tests/unit/runtime/test_watch.py):
     - no rank leaves before rank 0 has said that all are done; after that nobody is blamed;
     - a process that is gone is blamed only when rank 0 has been heard once more since: all may have been done;
-    - a rank that waits for an instruction that still makes progress is not stuck.
+    - a rank that waits for an instruction that still makes progress is not stuck, nor is one whose heartbeat tells
+      of its progress a little later than that of the rank that it waited for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from megatron_real.runtime.processes import ProcessState
 from megatron_real.runtime.progress import Position
 
 __all__ = ["Beat", "Failure", "FailureKind", "Limits", "Watch"]
+
+
+_STUCK_BEATS = 4
+"""Heartbeats for which ranks must look stuck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +147,8 @@ class Watch:
         self._peers = {other: _Peer() for other in range(world_size)}
         self._answered_at = 0.0
         self._store_error = ""
+        self._stuck_at: tuple[tuple[int, int], ...] = ()
+        self._stuck_since = 0.0
 
     def store_answered(self, now: float) -> None:
         """The store answered at `now`."""
@@ -274,6 +281,13 @@ class Watch:
         }
         limit_s = self._limits.stuck_after_s
         if any(now - peer.progress_at <= limit_s for peer in culprits.values()):
+            self._stuck_at = ()
+            return None
+        # Heartbeats are up to a second old and not of one moment: what they say together must stay for a while.
+        at = tuple((rank, peer.last_position.serial) for rank, peer in sorted(culprits.items()))
+        if at != self._stuck_at:
+            self._stuck_at, self._stuck_since = at, now
+        if now - self._stuck_since < _STUCK_BEATS * self._limits.beat_s:
             return None
         reason = f"stuck: no progress for {limit_s:g} s. If it is only slow, raise the limit."
         return self.failure(FailureKind.STUCK, tuple(sorted(culprits)), reason)

@@ -91,6 +91,8 @@ PLANS: dict[str, Plan] = {
         },
         "d2t1p1@0-1",
     ),
+    # Rank 2 gets gen>critic_train after rew>actor_train, which rank 0 sends later.
+    "crossing": make_plan(4, {"actor_train": "d2t1p1@2-3", "critic_train": "d1t2p1@2-3"}, "d1t1p1@0-0"),
     "mixed": mixed_plan(),
 }
 

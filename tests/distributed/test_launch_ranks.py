@@ -32,7 +32,9 @@ def test_ranks_meet_at_one_port_of_this_launch(tmp_path: Path) -> None:
         folder.mkdir()
         assert launch_ranks(_command(_REPORT, folder), 3, folder) == ()
         seen = [(folder / str(rank)).read_text().split() for rank in range(3)]
-        assert [words[:5] for words in seen] == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
+        assert [words[:5] for words in seen] == [
+            [str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)
+        ]
         (port,) = {words[5] for words in seen}
         ports.append(port)
         assert (folder / "logs" / "rank-2.log").read_text() == "hello from 2\n"
@@ -67,7 +69,9 @@ time.sleep(60)
 
 
 def test_ending_the_launcher_ends_its_ranks(tmp_path: Path) -> None:
-    sleeper = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], os.environ['RANK']).touch(); time.sleep(60)"
+    sleeper = (
+        "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], os.environ['RANK']).touch(); time.sleep(60)"
+    )
     launcher = f"""
 import pathlib, sys
 from megatron_real.cli.ranks import launch_ranks

@@ -28,16 +28,18 @@ SAMPLINGS = (
     Sampling(max_new_tokens=7, end_token=-1, top_k=6, top_p=0.9, temperature=1.2, seed=2),
     Sampling(max_new_tokens=1, end_token=0),
 )
+EVERY, ONE = (0, 1, 2, 3), (1,)
 LAYOUTS = (
-    ("d1t1p1@0-0", 1),
-    ("d1t1p1@3-3", 4),
-    ("d1t2p1@1-2", 2),
-    ("d2t1p1@0-1", 2),
-    ("d1t1p2@2-3", 1),
-    ("d1t1p2@0-1", 3),
-    ("d1t2p2@0-3", 2),
-    ("d2t1p2@0-3", 3),
-    ("d1t1p4@0-3", 5),
+    # (layout, micro-batches per data-parallel rank, which samplings)
+    ("d1t1p1@0-0", 1, ONE),
+    ("d1t1p1@3-3", 4, EVERY),
+    ("d1t2p1@1-2", 2, (0, 1)),
+    ("d2t1p1@0-1", 2, ONE),
+    ("d1t1p2@2-3", 1, ONE),
+    ("d1t1p2@0-1", 3, (1, 2)),
+    ("d1t2p2@0-3", 2, EVERY),
+    ("d2t1p2@0-3", 3, ONE),
+    ("d1t1p4@0-3", 5, ONE),
 )
 
 
@@ -68,12 +70,12 @@ def _naive(model: torch.nn.Module, prompts: Batch, sampling: Sampling) -> list[t
     return results
 
 
-def _reference(**changes) -> list[list[tuple[list[int], list[float]]]]:
+def _reference(samplings=SAMPLINGS, **changes) -> list[list[tuple[list[int], list[float]]]]:
     with layouts() as made:
         parallel = placement(made, "d1t1p1@0-0")
         copy = make_copy(parallel, _role(**changes))
         with parallel.active(), torch.no_grad():
-            return [_naive(copy.chunks[0], _prompts(), sampling) for sampling in SAMPLINGS]
+            return [_naive(copy.chunks[0], _prompts(), sampling) for sampling in samplings]
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +83,12 @@ def reference() -> list[list[tuple[list[int], list[float]]]]:
     return run_ranks(1, _reference)[0]
 
 
-def _generate_and_compare(copy, sampling: Sampling, count: int, wanted, ledger: MemoryLedger | None = None) -> None:
+def _generate_and_compare(copy, sampling: Sampling, count: int, wanted) -> None:
     parallel, prompts = copy.parallel, _prompts()
     parts = microbatches_of(prompts.ids, parallel, count)
     ids = tuple(i for part in parts for i in part)
     what = f"{sampling} under {parallel.name}"
-    found = generation.generate(copy, CALL, ITERATION, seen_by(parallel, prompts, ids), parts, sampling, ledger=ledger)
+    found = generation.generate(copy, CALL, ITERATION, seen_by(parallel, prompts, ids), parts, sampling)
     assert found.ids == ids
     assert found.response_lengths == tuple(len(wanted[i][0]) for i in ids), what
     if parallel.pg_collection.pp.rank() < parallel.layout.pp - 1:
@@ -103,18 +105,17 @@ def _generate_and_compare(copy, sampling: Sampling, count: int, wanted, ledger: 
 
 def _generate_everywhere(reference) -> None:
     with layouts() as made:
-        for text, count in LAYOUTS:
-            parallel = placement(made, text)
-            copy = make_copy(parallel, _role())
-            if copy is None:
-                continue
-            for sampling, wanted in zip(SAMPLINGS, reference, strict=True):
-                _generate_and_compare(copy, sampling, count, wanted)
+        for text, count, which in LAYOUTS:
+            copy = make_copy(placement(made, text), _role())
+            if copy is not None:
+                for index in which:
+                    _generate_and_compare(copy, SAMPLINGS[index], count, reference[index])
 
 
 def test_tokens_are_those_of_full_forward_passes_under_every_layout(reference) -> None:
     lengths = {len(tokens) for tokens, _ in reference[1]}
-    assert len(lengths) > 2 and max(lengths) == 9, "the case must have early and late ends"
+    assert len(lengths) > 2, "the case must have early ends"
+    assert max(lengths) == 9, "the case must have late ends"
     run_ranks(4, _generate_everywhere, reference)
 
 
@@ -129,12 +130,10 @@ MOE = {
 
 def _generate_with_experts(reference) -> None:
     with layouts() as made:
-        for text, count in (("d2t1p1e2@0-1", 2), ("d4t1p1e2@0-3", 1), ("d2t1p2e2@0-3", 2)):
+        for text, count in (("d2t1p1e2@1-2", 2), ("d2t1p2e2@0-3", 2)):
             copy = make_copy(placement(made, text), _role(**MOE))
-            if copy is None:
-                continue
-            for sampling, wanted in zip(SAMPLINGS, reference, strict=True):
-                _generate_and_compare(copy, sampling, count, wanted)
+            if copy is not None:
+                _generate_and_compare(copy, SAMPLINGS[1], count, reference[0])
 
 
 def test_replicas_that_share_experts_keep_step() -> None:
@@ -142,31 +141,33 @@ def test_replicas_that_share_experts_keep_step() -> None:
 
 
 def _reference_with_experts():
-    return _reference(**MOE)
+    return _reference(SAMPLINGS[1:2], **MOE)
 
 
 def _memory_and_refusals(reference) -> None:
     prompts = _prompts()
     with layouts() as made:
         parallel = placement(made, "d1t2p1@0-1")
-        for role, changes in ((_role(), {}), (_role(num_query_groups=8), {})):
+        for role in (_role(), _role(num_query_groups=8)):
             copy = make_copy(parallel, role)
             held = _observed_cache_bytes(copy, prompts)
-            ledger = MemoryLedger()
-            generation.generate(copy, CALL, ITERATION, prompts, [prompts.ids], SAMPLINGS[1], ledger=ledger)
-            assert ledger.peak_bytes == held > 0
-            assert ledger.current_bytes == 0
+            copy.ledger = MemoryLedger()
+            generation.generate(copy, CALL, ITERATION, prompts, [prompts.ids], SAMPLINGS[1])
+            assert copy.ledger.peak_bytes == held > 0
+            assert copy.ledger.current_bytes == 0
+        copy.ledger = MemoryLedger(held - 1)
         with pytest.raises(CapacityError, match="key-value cache"):
-            generation.generate(
-                copy, CALL, ITERATION, prompts, [prompts.ids], SAMPLINGS[1], ledger=MemoryLedger(held - 1)
-            )
-        critic, sequence = make_copy(parallel, _role(scalar_head=True)), placement(made, "d1t2p1s@0-1")
-        interleaved = placement(made, "d1t1p2v2@0-1")
-        for one, match in ((critic, "scalar head"), *((make_copy(p, _role()), "generate call") for p in (sequence, interleaved))):
+            generation.generate(copy, CALL, ITERATION, prompts, [prompts.ids], SAMPLINGS[1])
+        wrong = [(make_copy(parallel, _role(scalar_head=True)), "scalar head")]
+        wrong += [
+            (make_copy(placement(made, text), _role()), "generate call")
+            for text in ("d1t2p1s@0-1", "d1t1p2v2@0-1")
+        ]
+        for one, match in wrong:
             with pytest.raises(PlanError, match=match):
                 generation.generate(one, CALL, ITERATION, prompts, [prompts.ids], SAMPLINGS[0])
+        bad = Sampling(max_new_tokens=1, end_token=0, temperature=0)
         with pytest.raises(ConfigError, match="temperature"):
-            bad = Sampling(max_new_tokens=1, end_token=0, temperature=0)
             generation.generate(copy, CALL, ITERATION, prompts, [prompts.ids], bad)
         with pytest.raises(RealError, match="micro-batches"):
             generation.generate(copy, CALL, ITERATION, prompts, [prompts.ids[1:]], SAMPLINGS[0])

@@ -1,4 +1,4 @@
-"""`--real-plan` on scripts built on megatron.training: three ways to switch it on, and the same numbers as Megatron's flags."""
+"""`--real-plan` on scripts built on megatron.training: three ways to switch it on, the same numbers as with flags."""
 
 from __future__ import annotations
 
@@ -26,7 +26,18 @@ MODEL = (
     *("--seq-length", "16", "--max-position-embeddings", "16", "--normalization", "RMSNorm"),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--make-vocab-size-divisible-by", "64"),
     *("--global-batch-size", "8", "--train-iters", "2", "--lr", "1e-2", "--lr-decay-style", "constant"),
-    *("--attention-dropout", "0", "--hidden-dropout", "0", "--eval-iters", "0", "--log-interval", "1"),
+    *(
+        "--attention-dropout",
+        "0",
+        "--hidden-dropout",
+        "0",
+        "--eval-iters",
+        "0",
+        "--eval-interval",
+        "1000",
+        "--log-interval",
+        "1",
+    ),
     *("--transformer-impl", "local", "--attention-backend", "unfused", "--no-persist-layer-norm"),
     *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"),
 )
@@ -41,7 +52,14 @@ def _plan(folder: Path, layout: LayoutSpec, num_microbatches: int, size: int = 2
 
 def _environment(rank: int = 0, **more: str) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", **more}
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
 
 
 def _with_pth(folder: Path) -> dict[str, str]:
@@ -62,11 +80,12 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
 
 
 def _finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, error = process.communicate(timeout=240)
+    out, error = process.communicate(timeout=500)
     return process.returncode, out, error
 
 
 @pytest.mark.megatron
+@pytest.mark.timeout(600)
 def test_three_ways_to_follow_a_plan(tmp_path: Path) -> None:
     plan = _plan(tmp_path, LayoutSpec(tp=2, sp=True), 2)
     with_import = tmp_path / "with_import.py"
@@ -76,21 +95,15 @@ def test_three_ways_to_follow_a_plan(tmp_path: Path) -> None:
         "flag": _start([str(SCRIPT), *arguments], _environment(**_with_pth(tmp_path))),
         "-m": _start(["-m", "megatron_real", str(SCRIPT), *arguments], _environment()),
         "import": _start([str(with_import), *arguments], _environment()),
-        "not at all": _start([str(SCRIPT), *arguments], _environment(PYTHONPATH="")),
     }
     results = {way: _finish(process) for way, process in started.items()}
-    for way in ("flag", "-m", "import"):
-        code, out, error = results[way]
+    for way, (code, out, error) in results.items():
         assert code == 0, f"{way}: {error[-3000:]}"
         (line,) = [line for line in out.splitlines() if line.startswith("ARGS ")]
         seen = json.loads(line.removeprefix("ARGS "))
         assert seen["tensor_model_parallel_size"] == 2, way
         assert seen["sequence_parallel"] is True
         assert (seen["data_parallel_size"], seen["micro_batch_size"], seen["world_size"]) == (1, 4, 2)
-    if "megatron_real.pth" not in os.listdir(sysconfig.get_path("purelib")):
-        code, _, error = results["not at all"]  # the flag comes from us and from nobody else
-        assert code != 0
-        assert "--real-plan" in error
 
 
 def test_the_startup_file_does_nothing_without_the_flag_and_little_with_it(tmp_path: Path) -> None:
@@ -107,17 +120,29 @@ def test_the_startup_file_does_nothing_without_the_flag_and_little_with_it(tmp_p
 
 
 @pytest.mark.megatron
+@pytest.mark.timeout(600)
 def test_contradicting_flags_end_every_rank_with_one_clear_error(tmp_path: Path) -> None:
     plan = _plan(tmp_path, LayoutSpec(tp=2), 2)
-    command = ["-m", "megatron_real", str(SCRIPT), *MODEL, "--real-plan", plan, "--tensor-model-parallel-size", "4"]
-    ranks = [_start(command, _environment(rank)) for rank in range(2)]
-    auto = tmp_path / "with_import.py"
-    auto.write_text("import megatron_real.auto\n" + SCRIPT.read_text())
-    ranks.append(_start([str(auto), *command[3:]], _environment(1)))
-    for rank, process in zip((0, 1, 1), ranks, strict=True):
+    command = [
+        "-m",
+        "megatron_real",
+        str(SCRIPT),
+        *MODEL,
+        "--real-plan",
+        plan,
+        "--tensor-model-parallel-size",
+        "4",
+    ]
+    with_import = tmp_path / "with_import.py"
+    with_import.write_text("import megatron_real.auto\n" + SCRIPT.read_text())
+    ranks = [_start(command, _environment(0)), _start([str(with_import), *command[3:]], _environment(1))]
+    for rank, process in enumerate(ranks):
         code, _, error = _finish(process)
         assert code not in (0, None)
-        assert f"[rank {rank}] ConfigError: command line: --tensor-model-parallel-size: found 4; expected" in error
+        assert (
+            f"[rank {rank}] ConfigError: command line: --tensor-model-parallel-size: found 4; expected"
+            in error
+        )
         assert "Traceback" not in error
 
 
@@ -126,7 +151,10 @@ def test_contradicting_flags_end_every_rank_with_one_clear_error(tmp_path: Path)
     [
         ([], "ConfigError: python -m megatron_real: found nothing; expected a script"),
         (["nowhere.py"], "ConfigError: python -m megatron_real: nowhere.py: no such file"),
-        ([str(SCRIPT), "--real-plan", "p", "--yaml-cfg", "c"], "ConfigError: command line: found --yaml-cfg beside"),
+        (
+            [str(SCRIPT), "--real-plan", "p", "--yaml-cfg", "c"],
+            "ConfigError: command line: found --yaml-cfg beside",
+        ),
     ],
 )
 def test_the_launcher_refuses_what_it_cannot_run(arguments: list[str], message: str) -> None:
@@ -170,7 +198,11 @@ def _losses(script: str, argv: list[str], plan: bool, folder: str) -> list[str]:
 @pytest.mark.parametrize(
     ("layout", "num_microbatches", "flags"),
     [
-        (LayoutSpec(tp=2, sp=True), 2, "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 4"),
+        (
+            LayoutSpec(tp=2, sp=True),
+            2,
+            "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 4",
+        ),
         (
             LayoutSpec(pp=2, vpp=2),
             4,
@@ -187,9 +219,8 @@ def _losses(script: str, argv: list[str], plan: bool, folder: str) -> list[str]:
 def test_training_under_a_plan_prints_what_megatrons_own_flags_print(
     layout: LayoutSpec, num_microbatches: int, flags: str, tmp_path: Path
 ) -> None:
-    import numpy
-
     import megatron.training  # noqa: F401 (imported once, before the ranks are forked)
+    import numpy
 
     tokens = tmp_path / "train.npy"
     numpy.save(tokens, numpy.random.default_rng(0).integers(0, 100, 4096, dtype=numpy.int32))
@@ -208,16 +239,16 @@ def test_training_under_a_plan_prints_what_megatrons_own_flags_print(
 
 
 @pytest.mark.megatron
-def test_an_unknown_version_of_megatron_is_named() -> None:
-    code = (
-        "import sys\n"
-        "import megatron.training.arguments as arguments\n"
-        "arguments.validate_args = lambda args, defaults, strict: None\n"
-        "from megatron_real.__main__ import main\n"
-        "sys.exit(main([sys.argv[1]]))\n"
+def test_an_unknown_version_of_megatron_is_named(tmp_path: Path) -> None:
+    stub = tmp_path / "megatron" / "training" / "arguments.py"
+    stub.parent.mkdir(parents=True)
+    for folder in (stub.parent, stub.parent.parent):
+        (folder / "__init__.py").touch()
+    stub.write_text(
+        "def add_megatron_arguments(parser): ...\ndef validate_args(args, defaults, strict): ...\n"
     )
-    process = _start(["-c", code, str(SCRIPT)], _environment(WORLD_SIZE="1"))
-    exit_code, _, error = _finish(process)
+    environment = _environment(WORLD_SIZE="1", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    exit_code, _, error = _finish(_start(["-m", "megatron_real", str(SCRIPT)], environment))
     assert exit_code == 2
     assert re.search(
         r"MegatronCompatError: megatron\.training\.arguments:validate_args: found parameters "

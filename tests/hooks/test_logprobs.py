@@ -59,14 +59,12 @@ def _all_cases() -> None:
                 _compare(vocab_size, temperature, weights)
 
 
-@pytest.mark.megatron
 @pytest.mark.dist
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_values_and_gradients_equal_plain_torch(size: int) -> None:
     run_ranks(size, _all_cases)
 
 
-@pytest.mark.megatron
 def test_gradcheck() -> None:
     logits, targets = _inputs(19, torch.float64)
 
@@ -80,7 +78,6 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(both, (logits.requires_grad_(),))
 
 
-@pytest.mark.megatron
 def test_low_precision_logits_give_fp32_and_are_not_modified() -> None:
     logits, targets = _inputs(19, torch.bfloat16)
     before = logits.clone()
@@ -93,11 +90,11 @@ def test_low_precision_logits_give_fp32_and_are_not_modified() -> None:
     torch.testing.assert_close(logprobs, wanted[0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(entropy, wanted[1], rtol=1e-6, atol=1e-6)
     logprobs.sum().backward()
-    assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.bfloat16
     assert torch.equal(logits.detach(), before)
 
 
-@pytest.mark.megatron
 def test_without_entropy_and_without_rows() -> None:
     logits, targets = _inputs(19, torch.float32)
     logprobs, entropy = vocab_parallel_logprobs_and_entropy(
@@ -112,7 +109,6 @@ def test_without_entropy_and_without_rows() -> None:
     assert empty.shape == (0,)
 
 
-@pytest.mark.megatron
 def test_refusals() -> None:
     logits, targets = _inputs(19, torch.float32)
     with pytest.raises(PlanError, match="vocabulary"):

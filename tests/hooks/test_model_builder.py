@@ -52,6 +52,13 @@ PLACEMENTS = (
 )
 
 
+TRAINED = {
+    "untied": PLACEMENTS,
+    "tied": tuple(text for text in PLACEMENTS if "p1@" not in text and "p1s@" not in text),
+    "scalar": ("d1t4p1@0-3", "d1t2p1s@2-3", "d2t1p1@1-2", "d1t1p2l1.3@0-1", "d1t2p2v2s@0-3"),
+}
+
+
 def _layers_of(chunk: torch.nn.Module) -> tuple[int, ...]:
     return tuple(layer.layer_number - 1 for layer in chunk.decoder.layers)
 
@@ -118,14 +125,14 @@ def test_hash_is_splitmix64_and_normal_numbers_are_normal() -> None:
         return state ^ (state >> 31)
 
     digest = int.from_bytes(hashlib.blake2b(b"3/key", digest_size=8).digest(), "little")
-    bits = hash_elements(3, "key", torch.arange(2**20))
-    for i in (0, 1, 77, 2**20 - 1):
+    bits = hash_elements(3, "key", torch.arange(2**18))
+    for i in (0, 1, 77, 2**18 - 1):
         assert int(bits[i]) % 2**64 == splitmix((digest + (i + 1) * 0x9E3779B97F4A7C15) % 2**64)
     assert not torch.equal(bits[:8], hash_elements(4, "key", torch.arange(8)))
     values = normal_from_hash(bits)
     for power, moment in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
-        assert abs((values**power).mean() - moment) < 0.04, power
-    assert abs((values < 1).double().mean() - 0.8413447) < 0.002
+        assert abs((values**power).mean() - moment) < 0.1, power
+    assert abs((values < 1).double().mean() - 0.8413447) < 0.004
 
 
 def _mean(value: torch.Tensor | None) -> float:
@@ -136,19 +143,19 @@ def _mean(value: torch.Tensor | None) -> float:
 
 
 def _check_training(name: str) -> None:
-    tokens = torch.randint(120, (4, 17), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(120, (8, 17), generator=torch.Generator().manual_seed(1))
     with layouts() as made:
         role = tiny_role(**ROLES[name])
         alone = make_copy(placement(made, "d1t1p1@0-0"), role, training=descent())
         before = whole_model(alone)
-        wanted = _mean(train_step(alone, tokens) if alone is not None else None)
+        wanted = _mean(train_step(alone, tokens, 4) if alone is not None else None)
         after = whole_model(alone)
         gradients = {key: before[key] - after[key] for key in before}
         assert all(value.abs().max() > 1e-4 for value in gradients.values())
-        for text in PLACEMENTS:
+        for text in TRAINED[name]:
             copy = make_copy(placement(made, text), role, training=descent())
             # Data-parallel ranks see different sequences: the mean of their losses is that of the batch.
-            loss = _mean(train_step(copy, tokens) if copy is not None else None)
+            loss = _mean(train_step(copy, tokens, 4) if copy is not None else None)
             assert abs(loss - wanted) < 1e-5, (text, loss, wanted)
             for key, offset, _, values in local_boxes(copy):
                 gradient = cut(gradients[key], offset, values.shape)

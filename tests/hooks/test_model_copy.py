@@ -97,14 +97,14 @@ def test_frozen_copy() -> None:
 
 def _check_dropping() -> None:
     with layouts() as made:
-        for text in ("d2t2p1@0-3", "d2t1p2@0-3", "d2t1p2v2@0-3", "d4t1p1@0-3"):
+        for text in ("d2t2p1@0-3", "d2t1p2v2@0-3", "d4t1p1@0-3"):
             parallel, ledger = placement(made, text), MemoryLedger()
             role = tiny_role(dtype=torch.bfloat16, tied_embeddings=True)
             kept = make_copy(parallel, role, training=_adam())
             dropped = make_copy(parallel, role, training=_adam(), ledger=ledger)
             assert kept is not None
             assert dropped is not None
-            for step in range(3):
+            for step in range(2):
                 dropped.offload("main_params")
                 assert _storage_bytes(dropped) == 0
                 assert dropped.parameters_owner not in ledger.held()

@@ -10,7 +10,9 @@ from megatron_real.config import RunOptions, conf_dir
 
 CONF = conf_dir()
 CHOICES = sorted(
-    (path.parent.name, path.stem) for path in CONF.rglob("*.yaml") if path.parent != CONF and path.parent.parent == CONF
+    (path.parent.name, path.stem)
+    for path in CONF.rglob("*.yaml")
+    if path.parent != CONF and path.parent.parent == CONF
 )
 
 
@@ -18,7 +20,11 @@ CHOICES = sorted(
 def test_every_choice_composes_to_options(group: str, choice: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
-    given = [f"plan={prompts}", f"data.prompts={prompts}", *([] if group == "experiment" else ["iterations=1"])]
+    given = [
+        f"plan={prompts}",
+        f"data.prompts={prompts}",
+        *([] if group == "experiment" else ["iterations=1"]),
+    ]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("train", [f"{group}={choice}", *given])
     tree = OmegaConf.to_container(config, resolve=True)

@@ -25,7 +25,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("setup.py", "pyproject.toml", "megatron_real.pth", "megatron_real", "conf", "README.md"):
         if (ROOT / name).exists():
             (source / name).symlink_to(ROOT / name)
-    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     (path,) = folder.glob("*.whl")
     return path
@@ -45,7 +47,9 @@ def test_a_wheel_has_everything(wheel: Path) -> None:
 
 
 def test_planning_is_installed_without_torch(wheel: Path) -> None:
-    metadata = next(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = next(
+        name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA")
+    )
     lines = zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
     required = [line for line in lines if line.startswith("Requires-Dist:")]
     always = [line for line in required if "extra ==" not in line]

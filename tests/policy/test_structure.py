@@ -40,7 +40,11 @@ def test_every_top_level_module_has_a_layer() -> None:
     parser.read(ROOT / ".importlinter")
     layers = parser["importlinter:contract:layers"]["layers"].replace("|", " ").split()
     names = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir()}
-    modules = {name for name in names if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name / "__init__.py").exists()}
+    modules = {
+        name
+        for name in names
+        if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name / "__init__.py").exists()
+    }
     assert modules - {"__init__"} == set(layers)
 
 
@@ -58,7 +62,8 @@ def test_only_hooks_imports_megatron() -> None:
     offenders = [
         _dotted(path)
         for path in MODULES
-        if "megatron" in _imports(ast.parse(path.read_text())) and path.relative_to(PACKAGE).parts[0] != "hooks"
+        if "megatron" in _imports(ast.parse(path.read_text()))
+        and path.relative_to(PACKAGE).parts[0] != "hooks"
     ]
     assert offenders == []
 
@@ -150,7 +155,9 @@ def test_public_names_are_in_all_and_documented() -> None:
         if exported is None:
             problems.append(f"{_dotted(path)}: no __all__")
             continue
-        problems += [f"{_dotted(path)}: {name} is public and not in __all__" for name in public.keys() - exported]
+        problems += [
+            f"{_dotted(path)}: {name} is public and not in __all__" for name in public.keys() - exported
+        ]
         problems += [
             f"{_dotted(path)}: {name} has no docstring"
             for name, node in public.items()
@@ -170,5 +177,7 @@ def test_every_option_of_a_run_is_read_somewhere() -> None:
             read |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     read |= {"model", "algorithm"}  # through RunOptions.role and RunOptions.ppo_config
     assert {"role", "ppo_config"} <= read
-    unread = {f"{owner.__name__}.{name}" for owner in owners for name in owner.model_fields if name not in read}
+    unread = {
+        f"{owner.__name__}.{name}" for owner in owners for name in owner.model_fields if name not in read
+    }
     assert unread == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_real.data_plan import build_transfer_plans
+from megatron_real.dataflow import Call, CallType, Graph, Input, KeySpec, Per
 from megatron_real.plan import CopyKey, Plan
 from megatron_real.program import (
     Offload,
@@ -41,9 +43,9 @@ def programs(draw: st.DrawFn) -> Program:
 class Machine:
     """Ranks that block wherever a rank can block.
 
-    A call, a realloc, an offload and a save need all their ranks at once. A send is posted without waiting and done when
-    it is received (gloo). A receive is posted in the order that `runtime.transfer` keeps, and waited for. Messages of a
-    pair match by order alone.
+    A call, a realloc, an offload and a save need all their ranks at once. A send is posted without waiting and
+    done when it is received (gloo). A receive is posted in the order that `runtime.transfer` keeps, and waited
+    for. Messages of a pair match by order alone.
     """
 
     program: Program
@@ -170,6 +172,50 @@ def test_messages_only_go_where_the_instruction_says(data: st.DataObject) -> Non
         for src, dst in pairs:
             assert src in transfer.source
             assert dst in transfer.targets
+
+
+def test_consumers_may_run_in_another_order_than_producers() -> None:
+    """Rank 0 produces a, then b; rank 1 consumes b, then a. The receive of a must be posted first."""
+    names = ("gen", "make_a", "make_b", "use_b", "use_a")
+    inputs = {"make_a": "tokens", "make_b": "tokens", "use_b": "b", "use_a": "a"}
+    outputs = {"gen": "tokens", "make_a": "a", "make_b": "b", "use_b": "c", "use_a": "d"}
+    graph = Graph(
+        name="cross",
+        calls=tuple(
+            Call(
+                name=name,
+                model="m",
+                type=CallType.GENERATE if name == "gen" else CallType.INFERENCE,
+                inputs=(Input(key=inputs[name]),) if name in inputs else (),
+                outputs=(outputs[name],),
+            )
+            for name in names
+        ),
+        keys=tuple(KeySpec(name=key, per=Per.TOKEN, dtype="int64") for key in outputs.values()),
+    )
+    ranks = {name: [1, 2] if name.startswith("use") else [0, 1] for name in names}
+    cluster = {"devices_per_node": 2}
+    plan = Plan.loads(
+        json.dumps(
+            {
+                "algorithm": "cross",
+                "cluster": cluster,
+                "calls": {name: {"ranks": ranks[name]} for name in names},
+            }
+        )
+    )
+    program = compile_program(graph, plan)
+    received = [step.name for step in program.steps(1) if step.side is Side.RECEIVE]
+    assert received == ["transfer:gen>lengths", "transfer:make_b>use_b", "transfer:make_a>use_a"]
+    messages = {
+        index: [(0, 1)]
+        for index, i in enumerate(program.instructions)
+        if isinstance(i, Transfer) and 1 in i.targets
+    }
+    machine = Machine(program=program, messages=messages, saves=set())
+    machine.run(2)
+    order = [program.instructions[index].name for iteration, index in machine.posted[0, 1] if iteration == 0]
+    assert order == ["transfer:gen>lengths", "transfer:make_a>use_a", "transfer:make_b>use_b"]
 
 
 def test_the_machine_can_deadlock() -> None:
@@ -300,9 +346,7 @@ def test_the_weights_machine_can_fail() -> None:
         Weights(program=broken).walk(0)
 
 
-def _tiny() -> tuple[object, Plan]:
-    from megatron_real.dataflow import Call, CallType, Graph, Input, KeySpec, Per
-
+def _tiny() -> tuple[Graph, Plan]:
     graph = Graph(
         name="tiny",
         calls=(

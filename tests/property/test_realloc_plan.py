@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_real.realloc_ops.buckets import Slice
@@ -177,7 +177,9 @@ def _table_of(copies: dict[int, Copy | None]) -> ParamTable:
 
 
 @given(_models(), st.sampled_from([64, 1024, 1 << 20]), st.integers(0, 2**31))
-@settings(max_examples=40, deadline=None)
+@settings(
+    max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)  # shrinking takes minutes
 def test_models_move_there_and_back_bit_for_bit(
     case: tuple[SyntheticModel, SyntheticLayout, SyntheticLayout], bucket_bytes: int, seed: int
 ) -> None:

@@ -17,7 +17,9 @@ def files(tmp_path: Path) -> dict[str, Path]:
     prompts.write_text('{"prompt": "a"}\n')
     plan = tmp_path / "plan.json"
     Plan(
-        algorithm="ppo", cluster=ClusterSpec(devices_per_node=2), calls={"actor_train": Placement(ranks=(0, 2), layout=LayoutSpec(dp=2))}
+        algorithm="ppo",
+        cluster=ClusterSpec(devices_per_node=2),
+        calls={"actor_train": Placement(ranks=(0, 2), layout=LayoutSpec(dp=2))},
     ).dump(plan)
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
@@ -35,7 +37,13 @@ def _composed(files: dict[str, Path], *overrides: str) -> RunOptions:
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = compose(
             "train",
-            [f"plan={files['plan']}", f"data.prompts={files['prompts']}", "iterations=3", "data.batch_size=8", *overrides],
+            [
+                f"plan={files['plan']}",
+                f"data.prompts={files['prompts']}",
+                "iterations=3",
+                "data.batch_size=8",
+                *overrides,
+            ],
         )
         return options_from_config(config, files["output"])
 
@@ -79,7 +87,9 @@ def test_options_survive_their_text(files: dict[str, Path]) -> None:
 
 
 def test_flags_with_an_equals_sign_and_unknown_words_reach_megatron_in_order(files: dict[str, Path]) -> None:
-    options = RunOptions.from_argv(_argv(files, "--seed=3", "--data-path", "1", "a", "2", "b", "--split", "9,1,0"))
+    options = RunOptions.from_argv(
+        _argv(files, "--seed=3", "--data-path", "1", "a", "2", "b", "--split", "9,1,0")
+    )
     assert options.seed == 3
     assert options.megatron == ("--data-path", "1", "a", "2", "b", "--split", "9,1,0")
 
@@ -100,11 +110,20 @@ def test_models_yaml_is_overlaid_by_the_command_line(files: dict[str, Path], tmp
         (("--real-model", "critic"), r"--real-model: found 'critic'; expected ROLE=DIR"),
         (("--real-model", "critic=/nowhere"), r"model\.critic\.load: found /nowhere, which is no folder"),
         (("--real-set", "algorithm"), r"--real-set: found 'algorithm'; expected KEY=VALUE"),
-        (("--real-set", "data.batchsize=1"), r"data\.batchsize: found an unknown option; expected one of prompts, "),
+        (
+            ("--real-set", "data.batchsize=1"),
+            r"data\.batchsize: found an unknown option; expected one of prompts, ",
+        ),
         (("--real-set", "itertions=1"), r"itertions: found an unknown option; expected one of plan, "),
-        (("--real-set", "model.critic.lode=x"), r"model\.critic\.lode: found an unknown option; expected one of load, "),
+        (
+            ("--real-set", "model.critic.lode=x"),
+            r"model\.critic\.lode: found an unknown option; expected one of load, ",
+        ),
         (("--real-batch-size", "0"), r"data\.batch_size \(--real-batch-size\): found 0"),
-        (("--real-iterations", "many"), r"command line: argument --real-iterations: invalid int value: 'many'"),
+        (
+            ("--real-iterations", "many"),
+            r"command line: argument --real-iterations: invalid int value: 'many'",
+        ),
         (("--real-reward", "length"), r"reward \(--real-reward\): found 'length'; expected module:function"),
         (("--real-prompts", "/nowhere.jsonl"), r"data\.prompts \(--real-prompts\): found /nowhere\.jsonl"),
         (("--real-plan", "/nowhere.json"), r"plan \(--real-plan\): found /nowhere\.json, which is no file"),
@@ -112,7 +131,9 @@ def test_models_yaml_is_overlaid_by_the_command_line(files: dict[str, Path], tmp
         (("--real-output", "/dev/null"), r"output \(--real-output\): found /dev/null, which is a file"),
     ],
 )
-def test_a_wrong_option_is_one_clear_error(files: dict[str, Path], more: tuple[str, ...], message: str) -> None:
+def test_a_wrong_option_is_one_clear_error(
+    files: dict[str, Path], more: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         RunOptions.from_argv(_argv(files, *more))
 
@@ -128,7 +149,9 @@ def test_all_problems_are_reported_together() -> None:
 
 def test_two_checkpoints_of_the_actor_contradict(files: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="found two checkpoints of actor"):
-        RunOptions.from_argv(_argv(files, "--load", str(tmp_path), "--real-model", f"actor={files['checkpoint']}"))
+        RunOptions.from_argv(
+            _argv(files, "--load", str(tmp_path), "--real-model", f"actor={files['checkpoint']}")
+        )
 
 
 def test_ppo_options_are_checked_by_name_type_and_range(files: dict[str, Path]) -> None:
@@ -163,7 +186,9 @@ def test_the_plan_of_a_preset_is_written_and_fits_the_cluster(files: dict[str, P
 
 
 def test_a_cluster_of_another_size_than_the_plan_is_refused(files: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"cluster: found 4 devices; expected 2, the number in .*plan\.json"):
+    with pytest.raises(
+        ConfigError, match=r"cluster: found 4 devices; expected 2, the number in .*plan\.json"
+    ):
         _composed(files, "cluster=cpu4")
 
 

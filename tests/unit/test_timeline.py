@@ -44,7 +44,8 @@ def bars(svg: str) -> dict[str, list[tuple[float, float, float, str]]]:
     for group in ElementTree.fromstring(svg).iter(f"{SVG}g"):
         tip = (group.findtext(f"{SVG}title") or "").split("\n")[0]
         rect = group.find(f"{SVG}rect")
-        assert rect is not None
+        if rect is None:
+            continue  # a heading
         left, top, width = (float(rect.get(key, "nan")) for key in ("x", "y", "width"))
         result.setdefault(tip, []).append((left, top, width, rect.get("fill", "")))
     return result

@@ -16,7 +16,16 @@ def test_a_symmetric_plan_is_written(tmp_path: Path) -> None:
 
 
 def test_a_split_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "split", "--devices-per-node", "4", "--layout", "actor=d1t2p1", "--reward", "function"]
+    arguments = [
+        "plan",
+        "split",
+        "--devices-per-node",
+        "4",
+        "--layout",
+        "actor=d1t2p1",
+        "--reward",
+        "function",
+    ]
     assert main([*arguments, "--no-reference"]) == 0
     plan = Plan.loads(capsys.readouterr().out)
     assert str(plan.calls["actor_gen"].parallel) == "d1t2p1"
@@ -32,6 +41,8 @@ def test_a_split_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["symmetric", "--layout", "d3t1p1"], "needs 3 ranks"),
     ],
 )
-def test_layouts_of_the_wrong_form(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layouts_of_the_wrong_form(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *arguments, "--devices-per-node", "4"]) == 2
     assert message in capsys.readouterr().err

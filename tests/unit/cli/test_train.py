@@ -11,14 +11,37 @@ from megatron_real.config import RunOptions
 
 
 def test_options_that_no_yaml_file_names_can_be_set() -> None:
-    given = ["plan=a.json", "algorithm=ppo", "model.critic.load=x", "~data", "+new=1", "-m", "hydra.verbose=true"]
+    given = [
+        "plan=a.json",
+        "algorithm=ppo",
+        "model.critic.load=x",
+        "~data",
+        "+new=1",
+        "-m",
+        "hydra.verbose=true",
+    ]
     assert train.allow_new_keys(given) == [
-        *("++plan=a.json", "algorithm=ppo", "++model.critic.load=x", "~data", "+new=1", "-m", "hydra.verbose=true")
+        *(
+            "++plan=a.json",
+            "algorithm=ppo",
+            "++model.critic.load=x",
+            "~data",
+            "+new=1",
+            "-m",
+            "hydra.verbose=true",
+        )
     ]
 
 
 def test_ranks_of_torchrun_and_srun_are_recognised() -> None:
-    torchrun = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "5", "LOCAL_RANK": "1", "X": "y"}
+    torchrun = {
+        "RANK": "1",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "5",
+        "LOCAL_RANK": "1",
+        "X": "y",
+    }
     assert rank_environment(torchrun) == {name: value for name, value in torchrun.items() if name != "X"}
     batch_script = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     assert rank_environment(batch_script) is None
@@ -40,7 +63,9 @@ class Launches:
         self.options: list[RunOptions] = []
         self.failing: set[int] = set()
 
-    def __call__(self, command: list[str], size: int, folder: Path, *, grace_s: float) -> tuple[RankExit, ...]:
+    def __call__(
+        self, command: list[str], size: int, folder: Path, *, grace_s: float
+    ) -> tuple[RankExit, ...]:
         assert command[1:3] == ["-m", "megatron_real.cli.rank"]
         number = len(self.options)
         self.options.append(RunOptions.loads(Path(command[3]).read_text()))
@@ -91,11 +116,19 @@ def test_jobs_run_in_turn_with_a_folder_each_past_a_failed_one(
     launches.failing = {1}
     code = main([*_SMOKE, "plan=symmetric,split", "seed=1,2", "output=runs/sweep", "--multirun"])
     assert code == 2
-    assert [options.output for options in launches.options] == [Path(f"runs/sweep/{number}") for number in range(4)]
+    assert [options.output for options in launches.options] == [
+        Path(f"runs/sweep/{number}") for number in range(4)
+    ]
     assert [options.seed for options in launches.options] == [1, 2, 1, 2]
-    assert [options.plan for options in launches.options] == [Path(f"runs/sweep/{n}/plan.json") for n in range(4)]
+    assert [options.plan for options in launches.options] == [
+        Path(f"runs/sweep/{n}/plan.json") for n in range(4)
+    ]
     output = capsys.readouterr().out
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "runs/sweep/" in line]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in output.splitlines()
+        if "runs/sweep/" in line
+    ]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     assert [row[2].split(":")[0] for row in rows] == ["done", "failed", "done", "done"]
     assert [row[4] for row in rows] == ["0.5", "", "2.5", "3.5"]

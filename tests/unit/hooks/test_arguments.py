@@ -67,7 +67,11 @@ def test_interleaved_and_uneven_stages() -> None:
 def test_recomputation() -> None:
     args = _args()
     apply_plan(args, _plan({"dp": 4}, recompute="full"), [])
-    assert (args.recompute_granularity, args.recompute_method, args.recompute_num_layers) == ("full", "uniform", 1)
+    assert (args.recompute_granularity, args.recompute_method, args.recompute_num_layers) == (
+        "full",
+        "uniform",
+        1,
+    )
     args = _args()
     apply_plan(args, _plan({"dp": 4}, recompute="selective"), [])
     assert args.recompute_granularity == "selective"
@@ -93,12 +97,24 @@ def test_flags_that_say_the_same_are_welcome(layout: dict[str, Any], argv: list[
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--tensor-model-parallel-size", "4"], "--tensor-model-parallel-size: found 4; expected no flag, or 2"),
+        (
+            ["--tensor-model-parallel-size", "4"],
+            "--tensor-model-parallel-size: found 4; expected no flag, or 2",
+        ),
         (["--tensor-model-parallel-size=1"], "--tensor-model-parallel-size: found 1; expected no flag, or 2"),
-        (["--sequence-parallel"], "--sequence-parallel: found the flag; expected no flag: plan.json: calls.train has"),
-        (["--decoder-first-pipeline-num-layers", "1"], "--decoder-first-pipeline-num-layers: found 1; expected no fl"),
+        (
+            ["--sequence-parallel"],
+            "--sequence-parallel: found the flag; expected no flag: plan.json: calls.train has",
+        ),
+        (
+            ["--decoder-first-pipeline-num-layers", "1"],
+            "--decoder-first-pipeline-num-layers: found 1; expected no fl",
+        ),
         (["--recompute-granularity", "full"], "--recompute-granularity: found full; expected no flag"),
-        (["--num-layers-per-virtual-pipeline-stage", "2"], "--num-layers-per-virtual-pipeline-stage: found 2; exp"),
+        (
+            ["--num-layers-per-virtual-pipeline-stage", "2"],
+            "--num-layers-per-virtual-pipeline-stage: found 2; exp",
+        ),
     ],
 )
 def test_flags_that_contradict_the_plan(argv: list[str], message: str) -> None:
@@ -118,7 +134,10 @@ def test_contradictions_are_reported_together() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"micro_batch_size": 3}, "--global-batch-size: found 16 with --micro-batch-size 3; expected 12, since"),
+        (
+            {"micro_batch_size": 3},
+            "--global-batch-size: found 16 with --micro-batch-size 3; expected 12, since",
+        ),
         ({"global_batch_size": 6}, "--global-batch-size: found 6; expected a multiple of 4, since"),
         ({"global_batch_size": None}, "found neither --global-batch-size nor --micro-batch-size"),
         ({"rampup_batch_size": [2, 2, 10]}, "--rampup-batch-size"),
@@ -133,12 +152,32 @@ def test_batch_sizes_that_do_not_fit(args: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     ("plan", "args", "message"),
     [
-        (_plan({"dp": 4}), {"world_size": 2}, "cluster: found 1 x 4 = 4 devices; expected 2, the number of ranks"),
-        (_plan({"dp": 2}, ranks=(0, 2)), {}, "calls.train.ranks: found [0, 2]; expected [0, 4], the whole cluster"),
+        (
+            _plan({"dp": 4}),
+            {"world_size": 2},
+            "cluster: found 1 x 4 = 4 devices; expected 2, the number of ranks",
+        ),
+        (
+            _plan({"dp": 2}, ranks=(0, 2)),
+            {},
+            "calls.train.ranks: found [0, 2]; expected [0, 4], the whole cluster",
+        ),
         (_plan({"dp": 1, "pp": 4}), {"num_layers": 6}, "calls.train.layout.pp: found pp=4 vpp=1; expected"),
-        (_plan({"dp": 1, "tp": 4}), {"num_attention_heads": 6}, "calls.train.layout.tp: found tp=4; expected a div"),
-        (_plan({"dp": 2, "pp": 2, "vpp": 2}), {}, "calls.train.num_microbatches: found 1; expected a multiple of pp=2"),
-        (_plan({"dp": 4, "ep": 2}), {}, "calls.train.layout.ep: found ep=2; expected 1: the model has no experts"),
+        (
+            _plan({"dp": 1, "tp": 4}),
+            {"ffn_hidden_size": 126},
+            "calls.train.layout.tp: found tp=4; expected a div",
+        ),
+        (
+            _plan({"dp": 2, "pp": 2, "vpp": 2}),
+            {},
+            "calls.train.num_microbatches: found 1; expected a multiple of pp=2",
+        ),
+        (
+            _plan({"dp": 4, "ep": 2}),
+            {},
+            "calls.train.layout.ep: found ep=2; expected 1: the model has no experts",
+        ),
         (_plan({"dp": 4}, offload="host"), {}, "calls.train.offload: found host; expected none"),
         (_plan({"dp": 4}, drop_trained_weights=True), {}, "calls.train.drop_trained_weights: found true"),
     ],
@@ -167,7 +206,9 @@ def test_a_plan_of_several_calls_describes_the_actor_at_its_training(tmp_path: A
     Plan(algorithm="ppo", cluster=ClusterSpec(devices_per_node=4), calls=calls).dump(path)
     seen = []
     args = _args(real_plan=str(path))
-    wrap_validate_args(lambda args, defaults: seen.append((args.world_size, args.tensor_model_parallel_size)))(args)
+    wrap_validate_args(
+        lambda args, defaults: seen.append((args.world_size, args.tensor_model_parallel_size))
+    )(args)
     assert seen == [(2, 2)]
     assert args.world_size == 4
     assert args.micro_batch_size == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -58,6 +60,23 @@ def test_only_what_is_not_contiguous_or_changes_dtype_is_staged(
     assert tuple(executor.report.staging_peak_bytes for executor in executors.values()) == staging
     assert network.messages_by_pair == {(0, 1): 4}
     assert plan.of(1).bytes_received == network.bytes_by_pair[0, 1] == 128
+
+
+@pytest.mark.parametrize("pick", [min, max], ids=["sender first", "receiver first"])
+def test_messages_in_flight_do_not_share_a_buffer(pick: Callable[[list[int]], int]) -> None:
+    """Both ends staged. The end that goes first posts two messages before the other end takes or gives any."""
+    source = torch.arange(32.0).view(4, 8).t()
+    target = torch.zeros(4, 8).t()
+    src, dst = _shards(source, 0, 8), _shards(target, 0, 8)
+    plan = build_realloc_plan(
+        ParamTable.of({0: src.entries}), ParamTable.of({1: dst.entries}), bucket_bytes=16
+    )
+    network = LocalNetwork()
+    sender = ReallocExecutor(plan.of(0), src=src, dst=None, transport=network.transport(0))
+    receiver = ReallocExecutor(plan.of(1), src=None, dst=dst, transport=network.transport(1))
+    network.run({0: sender.steps(), 1: receiver.steps()}, pick=pick)
+    assert torch.equal(target, source)
+    assert sender.report.staging_peak_bytes == receiver.report.staging_peak_bytes == 32
 
 
 def test_staging_is_booked_and_given_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
@@ -47,6 +48,15 @@ def test_two_replicas_halve_one_tensor() -> None:
 def test_receivers_spread_over_replicas_without_extra_pairs() -> None:
     plan = build_realloc_plan(_rows({0: (0, 4), 1: (0, 4)}), _rows(dict.fromkeys(range(8), (0, 4))))
     assert [sorted(m.dst for m in plan.of(rank).sends) for rank in (0, 1)] == [[2, 3, 4], [5, 6, 7]]
+
+
+def test_many_uneven_boxes_are_all_found() -> None:
+    """More boxes than are scanned one by one; a long one starts far before the destination box."""
+    edges = [0, 20, *range(21, 40)]
+    src = _rows(dict(enumerate(itertools.pairwise(edges))), rows=39)
+    plan = build_realloc_plan(src, _rows({90: (10, 25)}, rows=39))
+    got = sorted((message.src, message.num_bytes // 12) for message in plan.of(90).receives)
+    assert got == [(0, 10), (1, 1), (2, 1), (3, 1), (4, 1), (5, 1)]
 
 
 def test_the_summary_counts_each_message_once() -> None:

@@ -39,8 +39,19 @@ def test_specifications(text: str, action: Action, instruction: str, sleep_s: fl
 
 @pytest.mark.parametrize(
     "text",
-    ["", "kill", "kill@1:2", "kill@1:2:", "kill@-1:2:actor_gen", "kill@a:2:actor_gen", "kill@1:x:actor_gen"]
-    + ["hang@1:2:actor_gen", "sleep@1:2:actor_gen", "sleep@1:2:actor_gen:-1", "sleep@1:2:actor_gen:soon"],
+    [
+        "",
+        "kill",
+        "kill@1:2",
+        "kill@1:2:",
+        "kill@-1:2:actor_gen",
+        "kill@a:2:actor_gen",
+        "kill@1:x:actor_gen",
+        "hang@1:2:actor_gen",
+        "sleep@1:2:actor_gen",
+        "sleep@1:2:actor_gen:-1",
+        "sleep@1:2:actor_gen:soon",
+    ],
 )
 def test_malformed(text: str) -> None:
     with pytest.raises(ConfigError, match="expected kill") as error:

@@ -26,8 +26,9 @@ def test_ranks_agree_on_a_program() -> None:
     with pytest.raises(ConfigError, match=r"rank 2 compiled .* rank 0 published") as error:
         agree_on_program(store, 2, text.replace("Run(b)", "Run(c)"))
     assert str(error.value).endswith("-1 Run(b)\n+1 Run(c)")
-    with pytest.raises(PeerError, match=r"rank 0 did not publish version 1 within 0.1 s \(rank 1 asked\)"):
-        agree_on_program(store, 1, text, version=1, timeout_s=0.1)
+    # The second program of a store is another one: rank 1 does not take the first for it.
+    with pytest.raises(PeerError, match=r"rank 0 did not publish its program within 0.1 s \(rank 1 asked\)"):
+        agree_on_program(store, 1, text, timeout_s=0.1)
 
 
 def test_metrics_of_all_ranks_come_together_in_order(caplog: pytest.LogCaptureFixture) -> None:
@@ -61,6 +62,25 @@ def test_metrics_of_all_ranks_come_together_in_order(caplog: pytest.LogCaptureFi
     assert loss["loss"] in (0.5, 9.0)
     assert got[1:] == [(1, {}), (2, {None: {"reward": 3.0}})]
     assert caplog.messages == ["iteration 1/3: reward 2", "iteration 2/3: done", "iteration 3/3: reward 3"]
+
+
+def test_a_second_run_on_a_store_does_not_see_the_first() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    for run in range(2):
+        got: list[tuple[int, IterationMetrics]] = []
+        master = Master(
+            store,
+            1,
+            sink=lambda i, metrics, got=got: got.append((i, metrics)),
+            display=Display(None, live=False),
+        )
+        publisher = MetricsPublisher(store, 0)
+        master.start()
+        publisher.publish(0, None, {"run": run})
+        publisher.end_iteration(0)
+        publisher.close()
+        master.close()
+        assert got == [(0, {None: {"run": run}})]
 
 
 def test_what_the_sink_raises_is_raised_at_the_end() -> None:

@@ -1,0 +1,357 @@
+"""The same PPO run under many plans: tokens, losses, gradient norms and weights against one process.
+
+    python benchmarks/invariance.py            # make invariance
+
+One JSON line per plan. fp32, dropout off, learning rate 1e-3, 24 optimizer steps of actor and critic each. Limits: tokens equal,
+|loss error| <= 1e-5 + 1e-4 |loss|, gradient norms (before clipping) 1e-4 relative, weights 1e-4 and their change 1e-2 (relative L2 of
+each tensor). The last line compares bf16 with and without `drop_trained_weights`, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+from megatron_real.hooks.cpu_device import install_cpu_device  # noqa: E402  (before Megatron is imported)
+
+logging.getLogger("megatron.core").setLevel(logging.WARNING)
+install_cpu_device()
+
+import torch  # noqa: E402
+
+from megatron_real.config import RunOptions  # noqa: E402
+from megatron_real.hooks.launch import build_executor, prepare  # noqa: E402
+from megatron_real.process_groups import ProcessGroups  # noqa: E402
+from tests.harness import run_ranks  # noqa: E402
+
+ITERATIONS = 3
+VOCABULARY = 257
+MEGATRON = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 64,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "disable_bias_linear": True,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    "init_method_std": 0.2,
+    "seq_length": 64,
+    "max_position_embeddings": 64,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": VOCABULARY,
+    "make_vocab_size_divisible_by": 64,
+    "micro_batch_size": 1,
+    "train_iters": 1,
+    "lr": 1e-3,
+    "lr_decay_style": "constant",
+    "weight_decay": 0.0,
+    "clip_grad": 1.0,
+    "transformer_impl": "local",
+    "attention_backend": "unfused",
+    "no_persist_layer_norm": True,
+    "no_gradient_accumulation_fusion": True,
+    "no_masked_softmax_fusion": True,
+    "distributed_backend": "gloo",
+}
+"""The actor. Weights start large, so that wrong ones show in the loss."""
+
+PROMPTS = ("The ", "Return ", "A list of", "If not", "Use this function to", "Open", "See also: ", "x")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A plan and what else differs from the reference."""
+
+    name: str
+    num_ranks: int
+    calls: Mapping[str, Any]
+    """Placement of each call; ``*`` is for those that are not named."""
+    critic: Mapping[str, Any] = field(default_factory=dict)
+    """Megatron arguments of a critic of another shape."""
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+
+    def plan(self) -> dict[str, Any]:
+        """As JSON."""
+        names = ("actor_gen", "rew_inf", "ref_inf", "critic_inf", "actor_train", "critic_train")
+        return {
+            "version": 1,
+            "algorithm": "ppo",
+            "cluster": {"devices_per_node": self.num_ranks},
+            "calls": {name: self.calls.get(name, self.calls.get("*")) for name in names},
+        }
+
+
+def place(start: int, stop: int, *, micro: int = 2, drop: bool = False, **layout: Any) -> dict[str, Any]:
+    """A placement as JSON."""
+    placement = {"ranks": [start, stop], "layout": layout, "num_microbatches": micro}
+    return placement | ({"drop_trained_weights": True} if drop else {})
+
+
+SMALL_CRITIC = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 32}
+
+
+def reward(num_ranks: int) -> dict[str, Any]:
+    """The reward function's placement."""
+    return place(0, num_ranks, micro=1, dp=num_ranks)
+
+
+def demo_calls(*, drop: bool = False) -> dict[str, Any]:
+    """The demo's plan."""
+    calls = json.loads((ROOT / "examples/plans/ppo.json").read_text())["calls"]
+    if drop:
+        for name in ("actor_train", "critic_train"):
+            calls[name]["drop_trained_weights"] = True
+    return calls
+
+
+ONE = {"*": place(0, 1, micro=1)}
+CASES = (
+    Case(name="t4", num_ranks=4, calls={"*": place(0, 4, tp=4), "rew_inf": reward(4)}),
+    Case(name="p4", num_ranks=4, calls={"*": place(0, 4, pp=4), "rew_inf": reward(4)}),
+    Case(name="d4", num_ranks=4, calls={"*": place(0, 4, dp=4, micro=1), "rew_inf": reward(4)}),
+    Case(
+        name="t2p2, vpp 2 in training",
+        num_ranks=4,
+        calls={
+            "*": place(0, 4, tp=2, pp=2),
+            "rew_inf": reward(4),
+            "actor_train": place(0, 4, tp=2, pp=2, vpp=2, sp=True),
+            "critic_train": place(0, 4, tp=2, pp=2, vpp=2, sp=True),
+        },
+    ),
+    Case(name="demo", num_ranks=4, calls=demo_calls()),
+    Case(
+        name="split",
+        num_ranks=4,
+        calls={
+            "actor_gen": place(0, 2, dp=2),
+            "ref_inf": place(0, 2, tp=2),
+            "actor_train": place(0, 2, dp=2, micro=1),
+            "critic_inf": place(2, 4, pp=2),
+            "critic_train": place(2, 4, tp=2, sp=True),
+            "rew_inf": place(2, 4, micro=1, dp=2),
+        },
+    ),
+    Case(
+        name="8 ranks",
+        num_ranks=8,
+        calls={
+            "actor_gen": place(0, 8, dp=4, tp=2, micro=1),
+            "ref_inf": place(4, 8, pp=2, tp=2),
+            "critic_inf": place(0, 4, dp=2, pp=2),
+            "actor_train": place(0, 4, tp=2, pp=2, layers=[1, 3]),
+            "critic_train": place(4, 8, dp=2, tp=2),
+            "rew_inf": reward(8),
+        },
+    ),
+    Case(
+        name="small critic",
+        num_ranks=4,
+        calls={**demo_calls(), "critic_train": place(2, 4, tp=2), "critic_inf": place(0, 4, dp=4, micro=1)},
+        critic=SMALL_CRITIC,
+    ),
+    Case(
+        name="overlapping windows",
+        num_ranks=4,
+        calls={
+            "actor_gen": place(1, 4, dp=3, micro=1),
+            "ref_inf": place(3, 4),
+            "critic_inf": place(0, 3, dp=3, micro=1),
+            "actor_train": place(0, 2, pp=2),
+            "critic_train": place(1, 3, tp=2),
+            "rew_inf": place(0, 1, micro=1),
+        },
+    ),
+)
+
+
+def run_case(case: Case, folder: Path, iterations: int = ITERATIONS) -> list[dict[str, Any]]:
+    """Run a case; what every rank saw."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = folder / "plan.json"
+    plan.write_text(json.dumps(case.plan()))
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    tree = {
+        "plan": str(plan),
+        "output": str(folder),
+        "iterations": iterations,
+        "reward": "rewards:vowel_share",
+        "data": {"prompts": str(prompts), "batch_size": 32},
+        "algorithm": {"max_new_tokens": 8, "num_minibatches": 4, "num_epochs": 2, "temperature": 0.8, "top_k": 50},
+        "megatron": {**MEGATRON, **case.megatron},
+        "model": {"critic": {"megatron": dict(case.critic)}} if case.critic else {},
+    }
+    return run_ranks(case.num_ranks, _rank_main, tree, iterations, timeout_s=600)
+
+
+def _rank_main(tree: dict[str, Any], iterations: int) -> dict[str, Any]:
+    job = prepare(RunOptions.from_tree(tree))
+    executor, backend = build_executor(job, ProcessGroups())
+    tokens: list[dict[int, list[int]]] = []
+    generate = backend.generate
+
+    def recording_generate(*args: Any, **kwargs: Any) -> Any:
+        batch = generate(*args, **kwargs)
+        if "tokens" in batch.data:
+            tokens.append({i: part.tolist() for i, part in zip(batch.ids, batch.split("tokens"), strict=True)})
+        return batch
+
+    backend.generate = recording_generate
+    before = _weights(backend)
+    calls: list[dict[str, Any]] = []
+    for iteration in range(iterations):
+        calls.append(executor.run_iteration(iteration, job.prompts.batch(iteration)).calls)
+    executor.transfers.fence()
+    return {"tokens": tokens, "calls": calls, "before": before, "after": _weights(backend)}
+
+
+def _weights(backend: Any) -> dict[str, list[tuple[Any, tuple[int, ...], torch.Tensor]]]:
+    """The boxes of the trained models that this rank owns."""
+    found = {}
+    for model in ("actor", "critic"):
+        copy = backend.home(model)
+        if copy is not None:
+            copy.reload()
+            found[model] = [
+                (shard.key, shard.box, view.detach().float().clone()) for shard, view in copy.shards.resolve().items()
+            ]
+    return found
+
+
+def assemble(results: list[dict[str, Any]], when: str) -> dict[str, torch.Tensor]:
+    """Whole tensors by name, one per layer, without padding rows of the vocabulary."""
+    whole: dict[str, torch.Tensor] = {}
+    shapes: dict[str, list[int]] = {}
+    pieces = [
+        (f"{model}.{key}", box, value)
+        for result in results
+        for model, boxes in result[when].items()
+        for key, box, value in boxes
+    ]
+    for name, box, value in pieces:
+        ends = [offset + size for offset, size in zip(box.offset, value.shape, strict=True)]
+        shapes[name] = [max(old, end) for old, end in zip(shapes.get(name, ends), ends, strict=True)]
+    for name, box, value in pieces:
+        tensor = whole.setdefault(name, torch.full(shapes[name], torch.nan))
+        tensor[tuple(slice(o, o + n) for o, n in zip(box.offset, value.shape, strict=True))] = value
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in whole.items():
+        if ".layers." in name:
+            named |= {f"{name}[{layer}]": part for layer, part in enumerate(tensor)}
+        else:
+            named[name] = tensor[:VOCABULARY]
+    return named
+
+
+def sampled_tokens(results: list[dict[str, Any]]) -> list[dict[int, list[int]]]:
+    """Tokens of every sequence, by iteration; ranks that hold the same sequence must agree."""
+    iterations = max(len(result["tokens"]) for result in results)
+    merged: list[dict[int, list[int]]] = [{} for _ in range(iterations)]
+    for result in results:
+        for iteration, sequences in enumerate(result["tokens"]):
+            for sequence, tokens in sequences.items():
+                if merged[iteration].setdefault(sequence, tokens) != tokens:
+                    raise AssertionError(f"ranks disagree on sequence {sequence} of iteration {iteration}")
+    return merged
+
+
+def steps(results: list[dict[str, Any]], call: str, name: str) -> list[float]:
+    """A statistic of every optimizer step of a train call."""
+    found: list[float] = []
+    for iteration in range(len(results[0]["calls"])):
+        reporting = [result["calls"][iteration][call] for result in results if call in result["calls"][iteration]]
+        assert len(reporting) == 1, f"one rank reports {call}, not {len(reporting)}"
+        found += reporting[0]["steps"][name]
+    return found
+
+
+def compare(case: Case, reference: list[dict[str, Any]], results: list[dict[str, Any]]) -> dict[str, Any]:
+    """One line of output."""
+    line: dict[str, Any] = {"plan": case.name, "tokens_equal": sampled_tokens(reference) == sampled_tokens(results)}
+    loss, loss_ok, norm = 0.0, True, 0.0
+    for call in ("actor_train", "critic_train"):
+        for expected, found in zip(steps(reference, call, "loss"), steps(results, call, "loss"), strict=True):
+            loss = max(loss, abs(found - expected))
+            loss_ok &= abs(found - expected) <= 1e-5 + 1e-4 * abs(expected)
+        for expected, found in zip(steps(reference, call, "grad_norm"), steps(results, call, "grad_norm"), strict=True):
+            norm = max(norm, abs(found - expected) / abs(expected))
+    before, after = assemble(reference, "before"), assemble(reference, "after")
+    mine_before, mine = assemble(results, "before"), assemble(results, "after")
+    if not all(torch.equal(before[name], mine_before[name]) for name in before):
+        raise AssertionError(f"{case.name}: initial weights depend on the plan")
+    weights = max(_relative(mine[name], after[name]) for name in after)
+    update = max(_relative(mine[name] - before[name], after[name] - before[name]) for name in after)
+    line |= {
+        "max_err_loss": loss,
+        "max_rel_err_grad_norm": norm,
+        "max_rel_err_weights": weights,
+        "max_rel_err_update": update,
+        "optimizer_steps": len(steps(results, "actor_train", "loss")),
+        "ok": bool(line["tokens_equal"] and loss_ok and norm <= 1e-4 and weights <= 1e-4 and update <= 1e-2),
+    }
+    return line
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def compare_bits(plain: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> dict[str, Any]:
+    """bf16 with weights dropped and rebuilt against the same plan without."""
+    first, second = assemble(plain, "after"), assemble(dropped, "after")
+    same = {
+        "tokens_equal": sampled_tokens(plain) == sampled_tokens(dropped),
+        "losses_equal": all(
+            steps(plain, call, name) == steps(dropped, call, name)
+            for call in ("actor_train", "critic_train")
+            for name in ("loss", "grad_norm")
+        ),
+        "weights_equal": first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first),
+    }
+    return {"plan": "demo, bf16, drop_trained_weights against without", **same, "ok": all(same.values())}
+
+
+def main() -> None:
+    """Every case, or those whose names are given; exit code 1 if one is outside its limits."""
+    wanted = sys.argv[1:]
+    good = True
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        references = {
+            size: run_case(Case(name="reference", num_ranks=1, calls=ONE, critic=critic), folder / f"reference-{size}")
+            for size, critic in (("equal", {}), ("small", SMALL_CRITIC))
+        }
+        lines = []
+        for index, case in enumerate(case for case in CASES if not wanted or case.name in wanted):
+            reference = references["small" if case.critic else "equal"]
+            lines.append(compare(case, reference, run_case(case, folder / str(index))))
+            print(json.dumps(lines[-1]), flush=True)
+        bf16 = [] if wanted and "bf16" not in wanted else [
+            run_case(
+                Case(name="bf16", num_ranks=4, calls=demo_calls(drop=drop), megatron={"bf16": True}), folder / f"bf16-{drop}"
+            )
+            for drop in (False, True)
+        ]
+        if bf16:
+            lines.append(compare_bits(*bf16))
+            print(json.dumps(lines[-1]), flush=True)
+        good = all(line["ok"] for line in lines)
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
