@@ -2,8 +2,10 @@
 
     python benchmarks/invariance.py            # make invariance
 
-One JSON line per plan. fp32, dropout off, learning rate 1e-3, 24 optimizer steps of actor and critic each. Limits: tokens equal,
-|loss error| <= 1e-5 + 1e-4 |loss|, gradient norms (before clipping) 1e-4 relative, weights 1e-4 and their change 1e-2 (relative L2 of
+One JSON line per plan. fp32, dropout off, learning rate 1e-3, 24 optimizer steps of actor and critic each.
+Limits: tokens equal,
+|loss error| <= 1e-5 + 1e-4 |loss|, gradient norms (before clipping) 1e-4 relative, weights 1e-4 and their
+change 1e-2 (relative L2 of
 each tensor). The last line compares bf16 with and without `drop_trained_weights`, bit for bit.
 """
 
@@ -81,6 +83,8 @@ class Case:
     """Placement of each call; ``*`` is for those that are not named."""
     critic: Mapping[str, Any] = field(default_factory=dict)
     """Megatron arguments of a critic of another shape."""
+    reward_model: bool = False
+    """Rewards from a model instead of a function."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
 
     def plan(self) -> dict[str, Any]:
@@ -100,7 +104,13 @@ def place(start: int, stop: int, *, micro: int = 2, drop: bool = False, **layout
     return placement | ({"drop_trained_weights": True} if drop else {})
 
 
-SMALL_CRITIC = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 32}
+SMALL_CRITIC = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 32,
+}
 
 
 def reward(num_ranks: int) -> dict[str, Any]:
@@ -138,7 +148,7 @@ CASES = (
         num_ranks=4,
         calls={
             "actor_gen": place(0, 2, dp=2),
-            "ref_inf": place(0, 2, tp=2),
+            "ref_inf": place(0, 2, tp=2) | {"offload": "host"},
             "actor_train": place(0, 2, dp=2, micro=1),
             "critic_inf": place(2, 4, pp=2),
             "critic_train": place(2, 4, tp=2, sp=True),
@@ -164,6 +174,12 @@ CASES = (
         critic=SMALL_CRITIC,
     ),
     Case(
+        name="reward model",
+        num_ranks=4,
+        calls={**demo_calls(), "rew_inf": place(1, 3, tp=2)},
+        reward_model=True,
+    ),
+    Case(
         name="overlapping windows",
         num_ranks=4,
         calls={
@@ -178,48 +194,69 @@ CASES = (
 )
 
 
-def run_case(case: Case, folder: Path, iterations: int = ITERATIONS) -> list[dict[str, Any]]:
-    """Run a case; what every rank saw."""
+def case_tree(case: Case, folder: Path, iterations: int = ITERATIONS) -> dict[str, Any]:
+    """The options of a case's run, as `RunOptions.from_tree` takes them; writes its plan and prompts into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / "plan.json"
     plan.write_text(json.dumps(case.plan()))
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
-    tree = {
+    return {
         "plan": str(plan),
         "output": str(folder),
         "iterations": iterations,
-        "reward": "rewards:vowel_share",
+        "reward": None if case.reward_model else "rewards:vowel_share",
         "data": {"prompts": str(prompts), "batch_size": 32},
-        "algorithm": {"max_new_tokens": 8, "num_minibatches": 4, "num_epochs": 2, "temperature": 0.8, "top_k": 50},
+        "algorithm": {
+            "max_new_tokens": 8,
+            "num_minibatches": 4,
+            "num_epochs": 2,
+            "temperature": 0.8,
+            "top_k": 50,
+        },
         "megatron": {**MEGATRON, **case.megatron},
         "model": {"critic": {"megatron": dict(case.critic)}} if case.critic else {},
     }
-    return run_ranks(case.num_ranks, _rank_main, tree, iterations, timeout_s=600)
+
+
+def run_case(case: Case, folder: Path, iterations: int = ITERATIONS) -> list[dict[str, Any]]:
+    """Run a case; what every rank saw."""
+    return run_ranks(
+        case.num_ranks, _rank_main, case_tree(case, folder, iterations), iterations, timeout_s=600
+    )
 
 
 def _rank_main(tree: dict[str, Any], iterations: int) -> dict[str, Any]:
     job = prepare(RunOptions.from_tree(tree))
     executor, backend = build_executor(job, ProcessGroups())
+    tokens = record_tokens(backend)
+    before = owned_weights(backend)
+    calls = [
+        executor.run_iteration(iteration, job.prompts.batch(iteration)).calls
+        for iteration in range(iterations)
+    ]
+    executor.transfers.fence()
+    return {"tokens": tokens, "calls": calls, "before": before, "after": owned_weights(backend)}
+
+
+def record_tokens(backend: Any) -> list[dict[int, list[int]]]:
+    """The list into which the backend's generations go from now on: tokens by sequence id, per iteration."""
     tokens: list[dict[int, list[int]]] = []
     generate = backend.generate
 
     def recording_generate(*args: Any, **kwargs: Any) -> Any:
         batch = generate(*args, **kwargs)
         if "tokens" in batch.data:
-            tokens.append({i: part.tolist() for i, part in zip(batch.ids, batch.split("tokens"), strict=True)})
+            tokens.append(
+                {i: part.tolist() for i, part in zip(batch.ids, batch.split("tokens"), strict=True)}
+            )
         return batch
 
     backend.generate = recording_generate
-    before = _weights(backend)
-    calls: list[dict[str, Any]] = []
-    for iteration in range(iterations):
-        calls.append(executor.run_iteration(iteration, job.prompts.batch(iteration)).calls)
-    executor.transfers.fence()
-    return {"tokens": tokens, "calls": calls, "before": before, "after": _weights(backend)}
+    return tokens
 
 
-def _weights(backend: Any) -> dict[str, list[tuple[Any, tuple[int, ...], torch.Tensor]]]:
+def owned_weights(backend: Any) -> dict[str, list[tuple[Any, tuple[int, ...], torch.Tensor]]]:
     """The boxes of the trained models that this rank owns."""
     found = {}
     for model in ("actor", "critic"):
@@ -227,7 +264,8 @@ def _weights(backend: Any) -> dict[str, list[tuple[Any, tuple[int, ...], torch.T
         if copy is not None:
             copy.reload()
             found[model] = [
-                (shard.key, shard.box, view.detach().float().clone()) for shard, view in copy.shards.resolve().items()
+                (shard.key, shard.box, view.detach().float().clone())
+                for shard, view in copy.shards.resolve().items()
             ]
     return found
 
@@ -273,7 +311,9 @@ def steps(results: list[dict[str, Any]], call: str, name: str) -> list[float]:
     """A statistic of every optimizer step of a train call."""
     found: list[float] = []
     for iteration in range(len(results[0]["calls"])):
-        reporting = [result["calls"][iteration][call] for result in results if call in result["calls"][iteration]]
+        reporting = [
+            result["calls"][iteration][call] for result in results if call in result["calls"][iteration]
+        ]
         assert len(reporting) == 1, f"one rank reports {call}, not {len(reporting)}"
         found += reporting[0]["steps"][name]
     return found
@@ -281,13 +321,18 @@ def steps(results: list[dict[str, Any]], call: str, name: str) -> list[float]:
 
 def compare(case: Case, reference: list[dict[str, Any]], results: list[dict[str, Any]]) -> dict[str, Any]:
     """One line of output."""
-    line: dict[str, Any] = {"plan": case.name, "tokens_equal": sampled_tokens(reference) == sampled_tokens(results)}
+    line: dict[str, Any] = {
+        "plan": case.name,
+        "tokens_equal": sampled_tokens(reference) == sampled_tokens(results),
+    }
     loss, loss_ok, norm = 0.0, True, 0.0
     for call in ("actor_train", "critic_train"):
         for expected, found in zip(steps(reference, call, "loss"), steps(results, call, "loss"), strict=True):
             loss = max(loss, abs(found - expected))
             loss_ok &= abs(found - expected) <= 1e-5 + 1e-4 * abs(expected)
-        for expected, found in zip(steps(reference, call, "grad_norm"), steps(results, call, "grad_norm"), strict=True):
+        for expected, found in zip(
+            steps(reference, call, "grad_norm"), steps(results, call, "grad_norm"), strict=True
+        ):
             norm = max(norm, abs(found - expected) / abs(expected))
     before, after = assemble(reference, "before"), assemble(reference, "after")
     mine_before, mine = assemble(results, "before"), assemble(results, "after")
@@ -320,7 +365,8 @@ def compare_bits(plain: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> 
             for call in ("actor_train", "critic_train")
             for name in ("loss", "grad_norm")
         ),
-        "weights_equal": first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first),
+        "weights_equal": first.keys() == second.keys()
+        and all(torch.equal(first[name], second[name]) for name in first),
     }
     return {"plan": "demo, bf16, drop_trained_weights against without", **same, "ok": all(same.values())}
 
@@ -332,20 +378,31 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         references = {
-            size: run_case(Case(name="reference", num_ranks=1, calls=ONE, critic=critic), folder / f"reference-{size}")
-            for size, critic in (("equal", {}), ("small", SMALL_CRITIC))
+            kind: run_case(
+                Case(name="reference", num_ranks=1, calls=ONE, **changes), folder / f"reference-{kind}"
+            )
+            for kind, changes in (
+                ("function", {}),
+                ("small critic", {"critic": SMALL_CRITIC}),
+                ("reward model", {"reward_model": True}),
+            )
         }
         lines = []
         for index, case in enumerate(case for case in CASES if not wanted or case.name in wanted):
-            reference = references["small" if case.critic else "equal"]
+            reference = references[case.name if case.name in references else "function"]
             lines.append(compare(case, reference, run_case(case, folder / str(index))))
             print(json.dumps(lines[-1]), flush=True)
-        bf16 = [] if wanted and "bf16" not in wanted else [
-            run_case(
-                Case(name="bf16", num_ranks=4, calls=demo_calls(drop=drop), megatron={"bf16": True}), folder / f"bf16-{drop}"
-            )
-            for drop in (False, True)
-        ]
+        bf16 = (
+            []
+            if wanted and "bf16" not in wanted
+            else [
+                run_case(
+                    Case(name="bf16", num_ranks=4, calls=demo_calls(drop=drop), megatron={"bf16": True}),
+                    folder / f"bf16-{drop}",
+                )
+                for drop in (False, True)
+            ]
+        )
         if bf16:
             lines.append(compare_bits(*bf16))
             print(json.dumps(lines[-1]), flush=True)

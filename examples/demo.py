@@ -1,9 +1,10 @@
-"""The whole way on one machine without a GPU: pretrain with Megatron's own trainer, then PPO under a plan on four ranks.
+"""The whole way without a GPU: pretrain with Megatron's own trainer, then PPO under a plan on four ranks.
 
     python examples/demo.py                                  # what `make demo` runs
     python examples/demo.py --lr 0 --output runs/demo-lr0    # the control: nothing is learned
 
-Each step is a command that you could type; it is printed before it runs. Pretraining is skipped when its checkpoint is there.
+Each step is a command that you could type; it is printed before it runs. Pretraining is skipped when its
+checkpoint is there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -74,7 +76,9 @@ def pretrain(data: Path, checkpoint: Path, log: Path) -> None:
             *NO_CUDA,
             *TRAINING,
             *shlex.split(f"--train-iters {PRETRAIN_STEPS} --global-batch-size 32 --lr 3e-3 --min-lr 3e-4"),
-            *shlex.split("--lr-decay-style cosine --lr-warmup-iters 20 --calculate-per-token-loss --num-workers 0"),
+            *shlex.split(
+                "--lr-decay-style cosine --lr-warmup-iters 20 --calculate-per-token-loss --num-workers 0"
+            ),
             *shlex.split("--eval-iters 0 --eval-interval 1000000 --log-interval 50 --rerun-mode disabled"),
             *("--save", str(checkpoint), "--save-interval", str(PRETRAIN_STEPS)),
         ],
@@ -85,6 +89,12 @@ def pretrain(data: Path, checkpoint: Path, log: Path) -> None:
 
 def ppo(data: Path, checkpoint: Path, output: Path, options: argparse.Namespace) -> None:
     """PPO from the pretrained checkpoint, every call in its own layout on its own mesh."""
+    for name in (
+        "checkpoints",
+        "trace",
+        "tensorboard",
+    ):  # of an earlier demo: a run does not write over another
+        shutil.rmtree(output / name, ignore_errors=True)
     settings = {
         "algorithm.max_new_tokens": 24,
         "algorithm.num_minibatches": 4,
@@ -102,29 +112,47 @@ def ppo(data: Path, checkpoint: Path, output: Path, options: argparse.Namespace)
         [
             *("--real-plan", "examples/plans/ppo.json", "--real-prompts", str(data / "prompts.jsonl")),
             *("--real-reward", "rewards:vowel_share", "--real-batch-size", "64"),
-            *("--real-iterations", str(options.iterations), "--real-output", str(output), "--load", str(checkpoint)),
+            *(
+                "--real-iterations",
+                str(options.iterations),
+                "--real-output",
+                str(output),
+                "--load",
+                str(checkpoint),
+            ),
             *[part for name, value in settings.items() for part in ("--real-set", f"{name}={value}")],
             *MODEL,
             *NO_CUDA,
             *TRAINING,
-            *shlex.split(f"--train-iters 1 --lr {options.lr} --min-lr 0 --lr-decay-style constant --seed 1234"),
+            *shlex.split(
+                f"--train-iters 1 --lr {options.lr} --min-lr 0 --lr-decay-style constant --seed 1234"
+            ),
         ],
         output / "ppo.log",
         keep=("iteration ", "Error", "fresh"),
     )
 
 
+def rank_text(ranks: list[int]) -> str:
+    """A contiguous window of ranks."""
+    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+
+
 def report(output: Path, seconds: float) -> None:
     """What came out, and where to look."""
     summary = json.loads((output / "summary.json").read_text())
-    table = Table(title="Where an iteration's time goes (mean over ranks that take part)")
-    for column in ("call", "seconds", "share of the iteration"):
-        table.add_column(column, justify="left" if column == "call" else "right")
+    table = Table(title="Where an iteration's time goes (mean over the ranks that take part)")
+    for column in ("what", "ranks", "seconds", "share of the iteration"):
+        table.add_column(column, justify="left" if column in ("what", "ranks") else "right")
     iteration_s = summary["iteration_s"]
-    rows = {name: values["seconds"] for name, values in summary.get("calls", {}).items()}
-    rows |= {"realloc": summary["realloc_s_per_iteration"], "transfer": summary["transfer_s_per_iteration"]}
-    for name, value in rows.items():
-        table.add_row(name, f"{value:.3f}", f"{value / iteration_s:.1%}")
+    rows = {
+        name: (call["s_per_iteration"], rank_text(call["ranks"])) for name, call in summary["calls"].items()
+    }
+    rows |= {name: (summary[f"{name}_s_per_iteration"], "") for name in ("realloc", "transfer")}
+    for name, (seconds_each, ranks) in rows.items():
+        table.add_row(name, ranks, f"{seconds_each:.3f}", f"{seconds_each / iteration_s:.1%}")
+    table.add_row("waiting", "", "", f"{summary['wait_share']:.1%} of all rank time")
+    table.add_row("the runtime itself", "", "", f"{summary['runtime_share']:.2%} of all rank time")
     console.print(table)
     rise, error = summary["reward_last"] - summary["reward_first"], summary["reward_standard_error"]
     console.print(
@@ -146,11 +174,17 @@ def report(output: Path, seconds: float) -> None:
 
 def main() -> None:
     """Data, pretraining, PPO, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--pretrained", type=Path, default=Path("runs/demo/pretrained"), help="checkpoint to start from")
+    parser.add_argument(
+        "--pretrained", type=Path, default=Path("runs/demo/pretrained"), help="checkpoint to start from"
+    )
     parser.add_argument("--iterations", type=int, default=40)
-    parser.add_argument("--lr", type=float, default=1e-3, help="of the actor; the critic's is three times that")
+    parser.add_argument(
+        "--lr", type=float, default=1e-3, help="of the actor; the critic's is three times that"
+    )
     options = parser.parse_args()
     started_s = time.monotonic()
     output, data = options.output.resolve(), options.pretrained.resolve().parent / "data"

@@ -2,7 +2,8 @@
 
     python examples/docstring_data.py runs/demo/data
 
-writes ``train.npy`` (token ids: one byte each, 256 ends a text) and ``prompts.jsonl`` (the beginnings of docstrings that
+writes ``train.npy`` (token ids: one byte each, 256 ends a text) and ``prompts.jsonl`` (the beginnings of
+docstrings that
 are not in ``train.npy``). Nothing is downloaded.
 """
 
@@ -43,9 +44,13 @@ def is_held_out(text: str) -> bool:
 
 def main() -> None:
     """Write the training tokens and the prompts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--prompt-bytes", type=int, nargs=2, default=(8, 16), help="shortest and longest prompt")
+    parser.add_argument(
+        "--prompt-bytes", type=int, nargs=2, default=(8, 16), help="shortest and longest prompt"
+    )
     parser.add_argument("--limit-files", type=int, default=400)
     options = parser.parse_args()
     shortest, longest = options.prompt_bytes
@@ -59,7 +64,9 @@ def main() -> None:
         for index, text in enumerate(held_out):
             length = shortest + index % (longest - shortest + 1)
             file.write(json.dumps({"prompt": text[:length]}) + "\n")
-    print(f"{len(train)} docstrings ({tokens.size} tokens) to train on, {len(held_out)} prompts from others: {options.folder}")
+    print(
+        f"{len(train)} docstrings to train on ({tokens.size} tokens), {len(held_out)} prompts: {options.folder}"
+    )
 
 
 if __name__ == "__main__":

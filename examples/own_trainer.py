@@ -43,7 +43,10 @@ def main() -> None:
                     print(f"step {step}: loss {loss.item():.4f}", flush=True)
         with real.call("actor_gen") as stage, torch.no_grad():  # ranks 0-3, the new weights
             logits = stage.model[0](*inputs)
-            print(f"step {step}: rank {torch.distributed.get_rank()} logits {logits.sum().item():.4f}", flush=True)
+            print(
+                f"step {step}: rank {torch.distributed.get_rank()} logits {logits.sum().item():.4f}",
+                flush=True,
+            )
     real.close()
 
 

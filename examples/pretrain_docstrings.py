@@ -1,6 +1,7 @@
 """Pretrain a byte-level GPT with Megatron's own trainer; the demo's first step.
 
-    torchrun --nproc-per-node 4 -m megatron_real examples/pretrain_docstrings.py --real-plan examples/plans/pretrain.json \
+    torchrun --nproc-per-node 4 -m megatron_real examples/pretrain_docstrings.py --real-plan
+    examples/plans/pretrain.json \
         --train-tokens runs/demo/data/train.npy <usual Megatron arguments>
 
 A launch script as people have them: it knows nothing of megatron_real. The parallel layout comes from the plan.
@@ -8,6 +9,8 @@ A launch script as people have them: it knows nothing of megatron_real. The para
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy
@@ -26,7 +29,9 @@ class TokenWindows(torch.utils.data.Dataset):
         self.tokens = torch.from_numpy(numpy.load(path).astype(numpy.int64))
         self.seq_length = seq_length
         generator = torch.Generator().manual_seed(seed)
-        self.starts = torch.randint(self.tokens.numel() - seq_length - 1, (max(samples, 1),), generator=generator)
+        self.starts = torch.randint(
+            self.tokens.numel() - seq_length - 1, (max(samples, 1),), generator=generator
+        )
 
     def __len__(self) -> int:
         return self.starts.numel()
@@ -37,7 +42,9 @@ class TokenWindows(torch.utils.data.Dataset):
         return {"tokens": window[:-1], "labels": window[1:]}
 
 
-def datasets_provider(num_samples: tuple[int, int, int], vp_stage: int | None = None) -> tuple[TokenWindows, ...]:
+def datasets_provider(
+    num_samples: tuple[int, int, int], vp_stage: int | None = None
+) -> tuple[TokenWindows, ...]:
     """Train, validation and test windows; the same for every model chunk."""
     args = get_args()
     return tuple(
@@ -53,7 +60,9 @@ def loss_function(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.
     return total, num_tokens, {"lm loss": torch.cat([total.detach().view(1), num_tokens.float().view(1)])}
 
 
-def forward_step(data_iterator, model):
+def forward_step(
+    data_iterator: Iterator[dict[str, torch.Tensor]] | None, model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[..., object]]:
     """One micro-batch; Megatron's schedules call it."""
     args = get_args()
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
@@ -65,7 +74,9 @@ def forward_step(data_iterator, model):
     return output, partial(loss_function, torch.ones_like(labels, dtype=torch.float32))
 
 
-def broadcast_over_tp(batch, args, device):
+def broadcast_over_tp(
+    batch: dict[str, torch.Tensor] | None, args: Namespace, device: int | str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Only the first tp rank reads data; the others receive it."""
     shape = (2, args.micro_batch_size, args.seq_length)
     both = torch.empty(shape, dtype=torch.int64, device=device)
@@ -77,7 +88,7 @@ def broadcast_over_tp(batch, args, device):
     return both[0], both[1]
 
 
-def add_arguments(parser):
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """This script's own argument."""
     parser.add_argument_group("docstrings").add_argument("--train-tokens", required=True)
     return parser

@@ -1,6 +1,7 @@
 """What the runtime asks of a model library (`ModelBackend`) and of an algorithm (`Algorithm`).
 
-The runtime talks to these protocols only. `megatron_real.hooks.megatron_backend` implements the first with Megatron-Core;
+The runtime talks to these protocols only. `megatron_real.hooks.megatron_backend` implements the first with
+Megatron-Core;
 `megatron_real.algorithms` implements the second. Tests implement both with a few lines.
 
 Shape legend: S sequences, T tokens of prompt + response, R response tokens, each over all sequences of a batch.
@@ -39,7 +40,9 @@ class Head(StrEnum):
     """What a forward pass of a call returns."""
 
     LOGPROBS = "logprobs"
-    """Log-probability of each response token, [R] fp32: log-softmax of logits / temperature over the real vocabulary."""
+    """Log-probability of each response token, [R] fp32: log-softmax of logits / temperature over the real
+    vocabulary.
+    """
     VALUES = "values"
     """Value of the state before each response token, [R] fp32."""
     SCORES = "scores"
@@ -158,7 +161,15 @@ class ModelBackend(Protocol):
     data-parallel shard, and may communicate inside that mesh.
     """
 
-    def generate(self, copy: CopyKey, call: Call, iteration: int, prompts: Batch, microbatches: Sequence[Sequence[int]], sampling: Sampling) -> Batch:
+    def generate(
+        self,
+        copy: CopyKey,
+        call: Call,
+        iteration: int,
+        prompts: Batch,
+        microbatches: Sequence[Sequence[int]],
+        sampling: Sampling,
+    ) -> Batch:
         """Sample responses to this data-parallel rank's `prompts` (key ``tokens``: prompt tokens).
 
         Returns:
@@ -167,7 +178,14 @@ class ModelBackend(Protocol):
         """
         ...
 
-    def infer(self, copy: CopyKey, batch: Batch, microbatches: Sequence[Sequence[int]], head: Head, temperature: float) -> torch.Tensor | None:
+    def infer(
+        self,
+        copy: CopyKey,
+        batch: Batch,
+        microbatches: Sequence[Sequence[int]],
+        head: Head,
+        temperature: float,
+    ) -> torch.Tensor | None:
         """Forward pass over this data-parallel rank's sequences.
 
         Returns:
@@ -175,7 +193,14 @@ class ModelBackend(Protocol):
         """
         ...
 
-    def train(self, copy: CopyKey, batch: Batch, minibatches: Sequence[Minibatch], objective: Objective, temperature: float) -> dict[str, float]:
+    def train(
+        self,
+        copy: CopyKey,
+        batch: Batch,
+        minibatches: Sequence[Minibatch],
+        objective: Objective,
+        temperature: float,
+    ) -> dict[str, float]:
         """One optimizer step per minibatch.
 
         Returns:

@@ -71,7 +71,9 @@ class Batch:
         where = {sequence: index for index, sequence in enumerate(self.ids)}
         missing = [sequence for sequence in ids if sequence not in where]
         if missing:
-            raise RealError(f"batch: sequences {missing[:8]} are not here; this batch has {list(self.ids)[:8]}...")
+            raise RealError(
+                f"batch: sequences {missing[:8]} are not here; this batch has {list(self.ids)[:8]}..."
+            )
         index = [where[sequence] for sequence in ids]
         chosen = Batch(
             ids=tuple(ids),
@@ -99,7 +101,11 @@ class Batch:
             prompt_lengths=tuple(n for batch in batches for n in batch.prompt_lengths),
             response_lengths=tuple(n for batch in batches for n in batch.response_lengths),
         )
-        common = [name for name in batches[0].data if all(name in batch.data for batch in batches)] if batches else []
+        common = (
+            [name for name in batches[0].data if all(name in batch.data for batch in batches)]
+            if batches
+            else []
+        )
         for name in common:
             merged.keys[name] = batches[0].keys[name]
             merged.data[name] = torch.cat([batch.data[name] for batch in batches])

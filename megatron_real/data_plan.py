@@ -12,8 +12,9 @@ Invariants (tests/property/test_data_plan.py):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_real.dataflow import Call, CallType, Graph, Per, Scope
 from megatron_real.errors import PlanError
@@ -75,14 +76,18 @@ def balanced_partition(weights: Sequence[int], parts: int) -> list[list[int]]:
     """
     count = len(weights)
     if count < parts:
-        raise PlanError(f"data plan: {count} sequences cannot be split over {parts} parts. Use fewer parts or more sequences.")
+        raise PlanError(
+            f"data plan: {count} sequences cannot be split over {parts} parts. Use fewer parts or more sequences."
+        )
     floor, extra = divmod(count, parts)
     result: list[list[int]] = [[] for _ in range(parts)]
     loads = [0] * parts
     above = 0
     for index in sorted(range(count), key=lambda i: (-weights[i], i)):
         open_parts = [
-            part for part in range(parts) if len(result[part]) < floor or (len(result[part]) == floor and above < extra)
+            part
+            for part in range(parts)
+            if len(result[part]) < floor or (len(result[part]) == floor and above < extra)
         ]
         part = min(open_parts, key=lambda p: (loads[p], len(result[p]), p))
         above += len(result[part]) == floor
@@ -111,7 +116,7 @@ def assign(call: Call, placement: Placement, lengths: Lengths, num_minibatches: 
     weights = [lengths.prompt[i] if generates else lengths.of(Per.TOKEN, i) for i in range(count)]
     bounds = [count * step // num_minibatches for step in range(num_minibatches + 1)]
     steps = []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         ids = range(begin, end)
         shards = _nested(balanced_partition([weights[i] for i in ids], dp), ids)
         steps.append(
@@ -138,9 +143,10 @@ def is_last_stage(rank: int, placement: Placement) -> bool:
 
 
 def holders(dp_rank: int, mesh: Mesh, layout: Layout) -> tuple[int, ...]:
-    """Ranks that hold the outputs of data-parallel rank `dp_rank`: the last pipeline stage, every tp rank (cp rank 0)."""
+    """Ranks that hold the outputs of a data-parallel rank: of the last pipeline stage, every tp rank."""
     return tuple(
-        rank_of(Coordinates(tp=tp, cp=0, dp=dp_rank, pp=layout.pp - 1), mesh, layout) for tp in range(layout.tp)
+        rank_of(Coordinates(tp=tp, cp=0, dp=dp_rank, pp=layout.pp - 1), mesh, layout)
+        for tp in range(layout.tp)
     )
 
 
@@ -179,15 +185,7 @@ def build_transfer_plans(
     Tokens go to the first and the last pipeline stage of the consumer, everything else to the last. What a rank
     produced or received for an earlier consumer is not sent to it again.
     """
-    held: dict[str, dict[int, set[int]]] = {}
-    for call in graph.calls:
-        placement = plan.calls[call.name]
-        for key in call.outputs:
-            by_rank = held.setdefault(key, {})
-            for dp_rank in range(placement.parallel.dp):
-                shard = assignments[call.name].shard(dp_rank)
-                for rank in holders(dp_rank, placement.mesh, placement.parallel):
-                    by_rank.setdefault(rank, set()).update(shard)
+    router = _Router(graph, plan, assignments)
     plans: dict[tuple[str, str], TransferPlan] = {}
     for consumer in graph.ordered(plan.order):
         for producer in graph.parents(consumer):
@@ -196,18 +194,23 @@ def build_transfer_plans(
                 if entry.key in producer.outputs:
                     per = graph.key(entry.key).per
                     wanted = _needs(per, entry.scope, plan.calls[consumer.name], assignments[consumer.name])
-                    _route(entry.key, wanted, held[entry.key], plan, producer, assignments, pairs)
+                    for rank, ids in wanted.items():
+                        for sender, part in router.deliver(entry.key, rank, ids):
+                            pairs.setdefault((sender, rank), []).append((entry.key, part))
             plans[producer.name, consumer.name] = TransferPlan(
                 producer=producer.name,
                 consumer=consumer.name,
                 messages=tuple(
-                    Message(src=src, dst=dst, items=tuple(items)) for (src, dst), items in sorted(pairs.items())
+                    Message(src=src, dst=dst, items=tuple(items))
+                    for (src, dst), items in sorted(pairs.items())
                 ),
             )
     return plans
 
 
-def _needs(per: Per, scope: Scope, placement: Placement, assignment: CallAssignment) -> dict[int, tuple[int, ...]]:
+def _needs(
+    per: Per, scope: Scope, placement: Placement, assignment: CallAssignment
+) -> dict[int, tuple[int, ...]]:
     everything = tuple(sorted(i for dp in range(placement.parallel.dp) for i in assignment.shard(dp)))
     shards = [assignment.shard(dp) for dp in range(placement.parallel.dp)]
     wanted: dict[int, tuple[int, ...]] = {}
@@ -218,27 +221,36 @@ def _needs(per: Per, scope: Scope, placement: Placement, assignment: CallAssignm
     return wanted
 
 
-def _route(
-    key: str,
-    wanted: Mapping[int, tuple[int, ...]],
-    held: dict[int, set[int]],
-    plan: Plan,
-    producer: Call,
-    assignments: Mapping[str, CallAssignment],
-    pairs: dict[tuple[int, int], list[tuple[str, tuple[int, ...]]]],
-) -> None:
-    source = plan.calls[producer.name]
-    shards = [assignments[producer.name].shard(dp) for dp in range(source.parallel.dp)]
-    for rank, ids in wanted.items():
-        mine = held.setdefault(rank, set())
-        missing = set(ids) - mine
-        for dp_rank, shard in enumerate(shards):
-            part = tuple(i for i in shard if i in missing)
+class _Router:
+    """Chooses a sender for each (key, sequence) that a rank lacks, and remembers what it holds afterwards."""
+
+    def __init__(self, graph: Graph, plan: Plan, assignments: Mapping[str, CallAssignment]) -> None:
+        self._devices_per_node = plan.cluster.devices_per_node
+        self._sources: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        """By key, for each data-parallel rank of its producer: the sequences, and the ranks that hold them."""
+        self._held: dict[str, dict[int, set[int]]] = {}
+        for call in graph.calls:
+            placement = plan.calls[call.name]
+            mesh, layout = placement.mesh, placement.parallel
+            shards = [
+                (assignments[call.name].shard(dp), holders(dp, mesh, layout)) for dp in range(layout.dp)
+            ]
+            for key in call.outputs:
+                self._sources[key] = shards
+                by_rank = self._held.setdefault(key, {})
+                for sequences, ranks in shards:
+                    for rank in ranks:
+                        by_rank.setdefault(rank, set()).update(sequences)
+
+    def deliver(self, key: str, rank: int, ids: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """(sender, sequence ids) that bring `rank` to hold `ids` of a key."""
+        held = self._held[key].setdefault(rank, set())
+        missing = set(ids) - held
+        held |= missing
+        for sequences, ranks in self._sources[key]:
+            part = tuple(i for i in sequences if i in missing)
             if part:
-                candidates = holders(dp_rank, source.mesh, source.parallel)
-                sender = _nearest(rank, candidates, plan.cluster.devices_per_node)
-                pairs.setdefault((sender, rank), []).append((key, part))
-        mine |= missing
+                yield _nearest(rank, ranks, self._devices_per_node), part
 
 
 def _nearest(rank: int, candidates: Sequence[int], devices_per_node: int) -> int:

@@ -100,7 +100,16 @@ class Graph:
         names = [call.name for call in self.calls]
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield Problem(path=f"calls.{name}", found="two calls of this name", expected="unique names")
-        known = {spec.name for spec in self.keys}
+        yield from self._ownership_problems()
+        producers = {key: call.name for call in self.calls for key in call.outputs}
+        yield from self._key_problems(producers)
+        graph = self._networkx(producers)
+        if not networkx.is_directed_acyclic_graph(graph):
+            cycle = " -> ".join(edge[0] for edge in networkx.find_cycle(graph))
+            yield Problem(path="calls", found=f"the cycle {cycle}", expected="a graph without cycles")
+
+    def _ownership_problems(self) -> Iterator[Problem]:
+        """Two producers of a key, or two train calls of a model."""
         producers: dict[str, str] = {}
         trained: dict[str, str] = {}
         for call in self.calls:
@@ -120,6 +129,10 @@ class Graph:
                         expected="one train call of each model",
                     )
                 trained[call.model] = call.name
+
+    def _key_problems(self, producers: dict[str, str]) -> Iterator[Problem]:
+        """Keys without a specification or without a producer."""
+        known = {spec.name for spec in self.keys}
         for call in self.calls:
             used = [entry.key for entry in call.inputs]
             for key in [*used, *call.outputs]:
@@ -130,12 +143,10 @@ class Graph:
             for key in used:
                 if key not in producers:
                     yield Problem(
-                        path=f"calls.{call.name}.inputs", found=f"{key!r}", expected="a key that some call produces"
+                        path=f"calls.{call.name}.inputs",
+                        found=f"{key!r}",
+                        expected="a key that some call produces",
                     )
-        graph = self._networkx(producers)
-        if not networkx.is_directed_acyclic_graph(graph):
-            cycle = " -> ".join(edge[0] for edge in networkx.find_cycle(graph))
-            yield Problem(path="calls", found=f"the cycle {cycle}", expected="a graph without cycles")
 
     def _networkx(self, producers: dict[str, str]) -> networkx.DiGraph:
         graph = networkx.DiGraph()
@@ -155,7 +166,9 @@ class Graph:
         for call in self.calls:
             if call.name == name:
                 return call
-        raise PlanError(f"graph {self.name}: found no call {name!r}; it has {[call.name for call in self.calls]}.")
+        raise PlanError(
+            f"graph {self.name}: found no call {name!r}; it has {[call.name for call in self.calls]}."
+        )
 
     def key(self, name: str) -> KeySpec:
         """The specification of key `name`."""
@@ -202,5 +215,7 @@ class Graph:
             raise PlanError(f"order: found {list(order)}; expected each of {names} once.")
         rank = {name: index for index, name in enumerate(order or names)}
         producers = {key: call.name for call in self.calls for key in call.outputs}
-        sorted_names = networkx.lexicographical_topological_sort(self._networkx(producers), key=rank.__getitem__)
+        sorted_names = networkx.lexicographical_topological_sort(
+            self._networkx(producers), key=rank.__getitem__
+        )
         return tuple(self.call(name) for name in sorted_names)

@@ -47,9 +47,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
-            raise PlanError(
-                f"mesh: found ranks [{self.start}, {self.stop}); expected 0 <= start < stop."
-            )
+            raise PlanError(f"mesh: found ranks [{self.start}, {self.stop}); expected 0 <= start < stop.")
 
     @property
     def size(self) -> int:
@@ -162,9 +160,7 @@ def parse_placement(text: str) -> tuple[Mesh, Layout]:
     layout_text, _, window = text.partition("@")
     match = _WINDOW.match(window)
     if match is None:
-        raise PlanError(
-            f"layout: found window {window!r} in {text!r}; expected FIRST-LAST, for example 0-7."
-        )
+        raise PlanError(f"layout: found window {window!r} in {text!r}; expected FIRST-LAST, for example 0-7.")
     mesh = Mesh(int(match["first"]), int(match["last"]) + 1)
     layout = Layout.parse(layout_text)
     if layout.size != mesh.size:
@@ -229,7 +225,12 @@ def stage_layers(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ...]
     starts = [sum(counts[:index]) for index in range(virtual_stages)]
     return tuple(
         tuple(
-            tuple(range(starts[chunk * layout.pp + stage], starts[chunk * layout.pp + stage] + counts[chunk * layout.pp + stage]))
+            tuple(
+                range(
+                    starts[chunk * layout.pp + stage],
+                    starts[chunk * layout.pp + stage] + counts[chunk * layout.pp + stage],
+                )
+            )
             for chunk in range(layout.vpp)
         )
         for stage in range(layout.pp)

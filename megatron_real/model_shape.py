@@ -49,7 +49,9 @@ class ModelShape:
         try:
             stage_layers(self.num_layers, layout)
         except PlanError as error:
-            yield Problem(path=f"{path}.pp", found=f"pp={layout.pp} vpp={layout.vpp}", expected=str(error).rstrip("."))
+            yield Problem(
+                path=f"{path}.pp", found=f"pp={layout.pp} vpp={layout.vpp}", expected=str(error).rstrip(".")
+            )
         for name, size in (
             ("num_attention_heads", self.num_attention_heads),
             ("ffn_hidden_size", self.ffn_hidden_size),

@@ -140,9 +140,15 @@ class Plan(_Strict):
             PlanError: no such file, not JSON, or its structure is wrong (all problems together).
         """
         try:
-            text = Path(path).read_text()
+            text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
-            raise PlanError(f"{path}: cannot be read ({error.strerror}). Give the path of a plan.json.") from error
+            raise PlanError(
+                f"{path}: cannot be read ({error.strerror}). Give the path of a plan.json."
+            ) from error
+        except UnicodeDecodeError as error:
+            raise PlanError(
+                f"{path}: byte {error.start} is not UTF-8. Give the path of a plan.json."
+            ) from error
         return cls.loads(text, source=str(path))
 
     @classmethod
@@ -172,7 +178,9 @@ class Plan(_Strict):
         """Write the plan to `path`."""
         Path(path).write_text(self.dumps())
 
-    def check(self, graph: Graph, shapes: Mapping[str, ModelShape] | None = None, *, source: str = "plan.json") -> None:
+    def check(
+        self, graph: Graph, shapes: Mapping[str, ModelShape] | None = None, *, source: str = "plan.json"
+    ) -> None:
         """Check the plan against an algorithm's graph and, where given, the shapes of its models.
 
         Raises:
@@ -215,7 +223,9 @@ class Plan(_Strict):
         for name in self.calls:
             if name not in names:
                 yield Problem(
-                    path=f"calls.{name}", found="a call that the algorithm does not have", expected=f"one of {names}"
+                    path=f"calls.{name}",
+                    found="a call that the algorithm does not have",
+                    expected=f"one of {names}",
                 )
         for call in graph.calls:
             placement = self.calls.get(call.name)
@@ -231,9 +241,12 @@ class Plan(_Strict):
                 )
             if placement.drop_trained_weights and call.type is not CallType.TRAIN:
                 yield Problem(
-                    path=f"{path}.drop_trained_weights", found=f"true in a call of type {call.type}", expected="false"
+                    path=f"{path}.drop_trained_weights",
+                    found=f"true in a call of type {call.type}",
+                    expected="false",
                 )
-            if call.model is None and placement.parallel.dp != placement.mesh.size:
+            sound = placement.ranks[0] < placement.ranks[1] and not _degree_problems(call.name, placement)
+            if call.model is None and sound and placement.parallel.dp != placement.mesh.size:
                 yield Problem(
                     path=f"{path}.layout",
                     found=str(placement.parallel),
@@ -261,7 +274,11 @@ def _degree_problems(name: str, placement: Placement) -> list[Problem]:
     try:
         layout = spec.to_layout()
     except PlanError as error:
-        return [Problem(path=path, found=str(spec.model_dump(exclude_defaults=True)), expected=str(error).rstrip("."))]
+        return [
+            Problem(
+                path=path, found=str(spec.model_dump(exclude_defaults=True)), expected=str(error).rstrip(".")
+            )
+        ]
     if placement.ranks[0] < placement.ranks[1] and layout.size != placement.mesh.size:
         return [
             Problem(
@@ -278,7 +295,9 @@ def _structure_problems(error: ValidationError) -> Iterator[Problem]:
     for item in error.errors():
         path = ".".join(map(str, item["loc"])) or "(top level)"
         if item["type"] == "extra_forbidden":
-            yield Problem(path=path, found="an unknown key", expected="one of the keys of the plan schema, or none")
+            yield Problem(
+                path=path, found="an unknown key", expected="one of the keys of the plan schema, or none"
+            )
         elif item["type"] == "missing":
             yield Problem(path=path, found="nothing", expected="a value: the key is required")
         else:

@@ -4,7 +4,8 @@ The simulator walks a program with a cost model, the runtime walks it with real 
 under the same names.
 
 Invariants (tests/property/test_program.py):
-    - all instructions of an iteration have one global order; a rank's steps are a subsequence of it, up to the receiving
+    - all instructions of an iteration have one global order; a rank's steps are a subsequence of it, up to
+    the receiving
       side of a transfer, which waits right before the consumer runs;
     - for every pair of ranks, messages are sent and received in the same order;
     - an abstract machine that blocks wherever a rank can block finishes every program (no deadlock);
@@ -228,7 +229,8 @@ def compile_program(graph: Graph, plan: Plan) -> Program:
     """Compile one iteration. Pure; every rank computes the same program.
 
     Calls come in `Graph.ordered(plan.order)`. Before a call on a copy that is not its model's home copy stands the
-    realloc that fills it; the copy is released after its last call before the next training. Transfers stand right after
+    realloc that fills it; the copy is released after its last call before the next training. Transfers stand
+    right after
     their producer.
 
     Raises:
@@ -280,7 +282,9 @@ def _arrive(
         yield Realloc(model=copy.model, source=home, target=copy, call=call.name)
 
 
-def _depart(graph: Graph, plan: Plan, call: Call, copy: CopyKey | None, later: tuple[Call, ...]) -> Iterator[Instruction]:
+def _depart(
+    graph: Graph, plan: Plan, call: Call, copy: CopyKey | None, later: tuple[Call, ...]
+) -> Iterator[Instruction]:
     if copy is None or graph.trained(copy.model):
         return
     home = graph.home_call(copy.model)
@@ -334,7 +338,9 @@ def _drop_weights(graph: Graph, plan: Plan, instructions: list[Instruction]) -> 
             if (isinstance(instruction, Realloc) and instruction.source == home)
             or (isinstance(instruction, Run) and instruction.copy == home)
         ]
-        train = next(i for i in uses if isinstance(result[i], Run) and result[i].name == f"run:{home_call.name}")
+        train = next(
+            i for i in uses if isinstance(result[i], Run) and result[i].name == f"run:{home_call.name}"
+        )
         before = [i for i in uses if i < train]
         if before:
             result.insert(train, Reload(copy=home))

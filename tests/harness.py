@@ -29,7 +29,9 @@ class RankFailed(AssertionError):
     """A rank raised, died or hung; the text has its traceback."""
 
 
-def _rank_main(rank: int, size: int, folder: Path, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> None:
+def _rank_main(
+    rank: int, size: int, folder: Path, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
+) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     torch.set_num_threads(1)
     outcome: tuple[str, Any]
@@ -45,7 +47,9 @@ def _rank_main(rank: int, size: int, folder: Path, fn: Callable[..., Any], args:
     try:
         payload = pickle.dumps(outcome)
     except Exception:  # results that cannot be pickled are the test's fault: say so
-        payload = pickle.dumps(("error", f"result of rank {rank} cannot be pickled:\n{traceback.format_exc()}"))
+        payload = pickle.dumps(
+            ("error", f"result of rank {rank} cannot be pickled:\n{traceback.format_exc()}")
+        )
     path.with_suffix(".tmp").write_bytes(payload)
     path.with_suffix(".tmp").rename(path)
     sys.stdout.flush()
@@ -82,7 +86,9 @@ def _collect(size: int, folder: Path, pids: dict[int, int], deadline: float, tim
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 if time.monotonic() > deadline:
-                    raise RankFailed(f"ranks {sorted(running.values())} of {size} still running after {timeout_s:.0f} s")
+                    raise RankFailed(
+                        f"ranks {sorted(running.values())} of {size} still running after {timeout_s:.0f} s"
+                    )
                 time.sleep(0.01)
                 continue
             if pid not in running:

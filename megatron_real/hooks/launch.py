@@ -10,6 +10,7 @@ import datetime
 import json
 import logging
 import os
+import shutil
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from megatron_real.algorithms.ppo import PPO
 from megatron_real.data_plan import Lengths, assign
 from megatron_real.errors import ConfigError
 from megatron_real.hooks import checkpoint, cpu_device, roles
+from megatron_real.hooks.model_copy import Training, require_droppable
 from megatron_real.hooks.megatron_backend import MegatronBackend, RoleSetup
 from megatron_real.hooks.tokenizer import build_tokenizer
 from megatron_real.plan import Plan
@@ -45,7 +47,7 @@ from megatron_real.runtime.summary import summarize
 from megatron_real.runtime.trainer import TrainConfig, TrainResult, train
 from megatron_real.runtime.transfer import DataTransfers, acquire_groups
 from megatron_real.timeline import write_timeline
-from megatron_real.trace import Tracer, read_spans, write_chrome_trace
+from megatron_real.trace import Tracer, attribute_waits, read_spans, write_chrome_trace
 
 if TYPE_CHECKING:
     from megatron_real.config import RunOptions
@@ -154,10 +156,13 @@ def _roles(
             use_te=args.transformer_impl == "transformer_engine" and not cpu_device.is_active(),
         )
         trained = program.graph.trained(name)
+        optimizer = roles.optimizer_config(args) if trained else None
+        if optimizer is not None and program.plan.calls[program.graph.home_call(name).name].drop_trained_weights:
+            require_droppable(model, Training(optimizer=optimizer))
         setups[name] = RoleSetup(
             model=model,
             args=args,
-            optimizer=roles.optimizer_config(args) if trained else None,
+            optimizer=optimizer,
             schedule=roles.learning_schedule(args, num_steps) if trained else None,
         )
     return setups, loads
@@ -182,10 +187,15 @@ def _check_lengths(setups: Mapping[str, RoleSetup], prompts: Prompts, max_new_to
 
 
 def _resume_state(options: RunOptions, program: Program) -> dict[str, Any] | None:
-    if not options.resume:
-        return None
     folder = options.output / "checkpoints"
     state = checkpoint.read_run_state(folder)
+    if not options.resume:
+        if state is not None:
+            raise ConfigError(
+                f"output: found a run of {state['iteration']} iterations in {options.output}; expected a new folder. Give "
+                "--real-resume to go on with it, or another --real-output."
+            )
+        return None
     if state is None:
         raise ConfigError(f"resume: found no finished checkpoint in {folder}. Start without --real-resume.")
     for model in program.graph.models:
@@ -208,6 +218,8 @@ def run_ppo(options: RunOptions) -> dict[str, Any] | None:
     limits = Limits(dead_after_s=options.liveness.dead_after_s, stuck_after_s=options.liveness.stuck_after_s)
     _initialize_distributed(limits.stuck_after_s)
     store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        shutil.rmtree(options.output / "trace", ignore_errors=True)  # of an earlier run, perhaps of more ranks
     options.output.mkdir(parents=True, exist_ok=True)
     progress = Progress()
     liveness = Liveness(store, rank, world_size, folder=options.output, progress=progress, limits=limits)
@@ -313,7 +325,7 @@ def _train(job: Job, executor: RankExecutor, publisher: MetricsPublisher) -> Tra
 
 def write_reports(output: Path) -> dict[str, Any]:
     """Merge the ranks' traces into a Chrome trace, draw the timeline and write ``summary.json``. One process."""
-    spans = read_spans(output / "trace")
+    spans = attribute_waits(read_spans(output / "trace"))
     metrics = read_metrics(output / "metrics.jsonl")
     summary = summarize(spans, metrics)
     (output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

@@ -1,6 +1,7 @@
 """Megatron-Core as the runtime's `ModelBackend`: the copies of all models on this rank, and what is computed on them.
 
-Building is collective and happens once: layouts in the program's order, then for each model its copies and one exchange of
+Building is collective and happens once: layouts in the program's order, then for each model its copies and
+one exchange of
 their tables. After that a realloc builds its plan the first time a pair is used, from tables alone, and reuses it.
 """
 
@@ -84,7 +85,9 @@ class MegatronBackend:
         self._executors: dict[tuple[CopyKey, CopyKey], ReallocExecutor] = {}
         world = tuple(range(program.world_size))
         self._table_group = groups.acquire(world, purpose="tables")
-        self._transport = TorchTransport.connect(groups.acquire(world, purpose="realloc"), timeout_s=timeout_s)
+        self._transport = TorchTransport.connect(
+            groups.acquire(world, purpose="realloc"), timeout_s=timeout_s
+        )
         self._parallel = {key: self.layouts.build(key.mesh, key.layout) for key in program.copies()}
 
     def add_model(self, model: str, setup: RoleSetup) -> None:
@@ -96,13 +99,17 @@ class MegatronBackend:
             CapacityError: this rank's copies do not fit into ``cluster.device_memory``.
         """
         if model not in self.program.graph.models:
-            raise ConfigError(f"models: found {model!r}; the algorithm has {list(self.program.graph.models)}.")
+            raise ConfigError(
+                f"models: found {model!r}; the algorithm has {list(self.program.graph.models)}."
+            )
         self.roles[model] = setup
         home = self.program.home(model)
         for key in (key for key in self.program.copies() if key.model == model):
             parallel = self._parallel[key]
             copy = self._build_copy(key, parallel, home=key == home) if parallel.member else None
-            self._tables[key] = gather_tables(copy.shards.entries if copy is not None else (), self._table_group)
+            self._tables[key] = gather_tables(
+                copy.shards.entries if copy is not None else (), self._table_group
+            )
             if copy is not None:
                 self._copies[key] = copy
                 if key == home:
@@ -115,8 +122,12 @@ class MegatronBackend:
         if not (home and self.program.graph.trained(key.model)):
             return ModelCopy(key, setup.model, parallel, ledger=self.ledger)
         if setup.optimizer is None:
-            raise ConfigError(f"models.{key.model}: found no optimizer options; expected some for a trained model.")
-        copy = ModelCopy(key, setup.model, parallel, training=Training(optimizer=setup.optimizer), ledger=self.ledger)
+            raise ConfigError(
+                f"models.{key.model}: found no optimizer options; expected some for a trained model."
+            )
+        copy = ModelCopy(
+            key, setup.model, parallel, training=Training(optimizer=setup.optimizer), ledger=self.ledger
+        )
         if setup.schedule is not None:
             copy.scheduler = OptimizerParamScheduler(copy.optimizer, **setup.schedule)
         return copy
@@ -128,7 +139,9 @@ class MegatronBackend:
             RealError: the rank is outside the copy's mesh.
         """
         if key not in self._copies:
-            raise RealError(f"copy {key}: rank {self.rank} is outside its mesh; expected a rank of {key.mesh}.")
+            raise RealError(
+                f"copy {key}: rank {self.rank} is outside its mesh; expected a rank of {key.mesh}."
+            )
         return self._copies[key]
 
     def home(self, model: str) -> ModelCopy | None:
@@ -150,7 +163,12 @@ class MegatronBackend:
         return generation.generate(self.copy(copy), call, iteration, prompts, microbatches, sampling)
 
     def infer(
-        self, copy: CopyKey, batch: Batch, microbatches: Sequence[Sequence[int]], head: Head, temperature: float
+        self,
+        copy: CopyKey,
+        batch: Batch,
+        microbatches: Sequence[Sequence[int]],
+        head: Head,
+        temperature: float,
     ) -> torch.Tensor | None:
         """See `ModelBackend.infer`."""
         return forward.infer(self.copy(copy), batch, microbatches, head, temperature)
@@ -248,7 +266,11 @@ class MegatronBackend:
         for model in self._trained():
             key = self.program.home(model)
             checkpoint.save_copy(
-                self.home(model), folder / model, iteration, self._saved_args(model, key.layout), owner=key.mesh.start
+                self.home(model),
+                folder / model,
+                iteration,
+                self._saved_args(model, key.layout),
+                owner=key.mesh.start,
             )
         if self.rank == 0:
             checkpoint.write_run_state(folder, {**state, "iteration": iteration})

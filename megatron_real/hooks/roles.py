@@ -1,6 +1,7 @@
 """From Megatron's arguments to the models of a run: every role has its own shape, overrides and checkpoint.
 
-The actor is described by the launch script's own arguments. Another role starts from the same arguments, or, when it has
+The actor is described by the launch script's own arguments. Another role starts from the same arguments, or,
+when it has
 a checkpoint, from the architecture stored there; overrides (``models.yaml``) come last.
 """
 
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import io
 import logging
 import sys
@@ -137,7 +137,11 @@ def role_arguments(
     changes = {name.replace("-", "_"): value for name, value in (overrides or {}).items()}
     raise_problems(
         (
-            Problem(path=f"models.{role}.{name}", found="an unknown Megatron argument", expected="one of Megatron's")
+            Problem(
+                path=f"models.{role}.{name}",
+                found="an unknown Megatron argument",
+                expected="one of Megatron's",
+            )
             for name in changes
             if not hasattr(args, name)
         ),
@@ -152,7 +156,9 @@ def role_arguments(
 def _derive(args: Namespace, changes: Mapping[str, Any]) -> None:
     """Redo what `validate_args` derives from the sizes that an override changed."""
     if changes.keys() & {"hidden_size", "swiglu"} and "ffn_hidden_size" not in changes:
-        args.ffn_hidden_size = int((4 * args.hidden_size * 2 / 3) / 64) * 64 if args.swiglu else 4 * args.hidden_size
+        args.ffn_hidden_size = (
+            int((4 * args.hidden_size * 2 / 3) / 64) * 64 if args.swiglu else 4 * args.hidden_size
+        )
     if changes.keys() & {"hidden_size", "num_attention_heads"} and "kv_channels" not in changes:
         args.kv_channels = args.hidden_size // args.num_attention_heads
 
@@ -172,7 +178,9 @@ def role_model(
         ConfigError: the vocabulary size is not known.
     """
     if args.vocab_size is None:
-        raise ConfigError(f"models.{role}: found no vocabulary size; give --vocab-size or a checkpoint that stores it.")
+        raise ConfigError(
+            f"models.{role}: found no vocabulary size; give --vocab-size or a checkpoint that stores it."
+        )
     flat = copy.copy(args)
     vars(flat).update({name: value for name, value in _FLAT_LAYOUT.items() if hasattr(flat, name)})
     # Ratios compare the same network at two times: dropout would make it two networks (as in verl and TRL).

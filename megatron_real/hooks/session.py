@@ -1,9 +1,9 @@
 """Stages for a user who writes their own trainer: every layout of a plan, without our runtime.
 
-    real = Session("plan.json")                          # after torch.distributed is up
-    real.add_model("actor", role, optimizer=options)     # lives at its train placement
-    with real.call("actor_gen") as stage:                # weights arrive, parallel_state shows this layout
-        ...                                              # stage.model is None on ranks outside the mesh
+real = Session("plan.json")                          # after torch.distributed is up
+real.add_model("actor", role, optimizer=options)     # lives at its train placement
+with real.call("actor_gen") as stage:                # weights arrive, parallel_state shows this layout
+    ...                                              # stage.model is None on ranks outside the mesh
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def graph_of_plan(plan: Plan) -> Graph:
 class Session:
     """Every layout of a plan in this process, and the models that live in them."""
 
-    def __init__(self, plan: Plan | str | Path, *, graph: Graph | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, plan: Plan | str | Path, *, graph: Graph | None = None, timeout_s: float = 600.0
+    ) -> None:
         """Build every layout's process groups, once. Collective over WORLD.
 
         Args:

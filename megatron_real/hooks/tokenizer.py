@@ -43,8 +43,8 @@ def build_tokenizer(args: Namespace) -> Tokenizer:
         args.vocab_size = args.vocab_size or tokenizer.vocab_size
         if args.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
-                f"--vocab-size: found {args.vocab_size} with NullTokenizer, whose ids are bytes here; expected at least "
-                f"{tokenizer.vocab_size} (256 bytes and end-of-text)."
+                f"--vocab-size: found {args.vocab_size} with NullTokenizer, whose ids are bytes here; expected "
+                f"at least {tokenizer.vocab_size} (256 bytes and end-of-text)."
             )
         return tokenizer
     try:

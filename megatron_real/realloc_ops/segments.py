@@ -12,7 +12,6 @@ Invariants (tests/unit/realloc_ops/test_segments.py):
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -305,8 +304,8 @@ def _refuse_unownable(tensors: Sequence[tuple[int, str, torch.Tensor]], owner: s
 
 def _padded(tensor: torch.Tensor) -> int:
     """Elements of a tensor, rounded up to the alignment."""
-    step = max(1, _ALIGN_BYTES // tensor.element_size())
-    return math.ceil(tensor.numel() / step) * step
+    step = _ALIGN_BYTES // int(tensor.element_size())
+    return int(tensor.numel() + step - 1) // step * step
 
 
 def _adopt_group(name: str, members: Sequence[list[torch.Tensor]], sizes: Sequence[int]) -> Segment:

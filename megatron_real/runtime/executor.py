@@ -63,6 +63,8 @@ class IterationMetrics:
     """
     calls: dict[str, CallMetrics]
     """Call -> name -> number, on the reporting rank of that call."""
+    num_tokens: int = 0
+    """Tokens of all sequences of the iteration, where their lengths are known."""
 
 
 class RankExecutor:
@@ -122,7 +124,9 @@ class RankExecutor:
                 span.facts.update(self._execute(step, state, save))
             self._observers.progress.leave()
         self.transfers.end_iteration()
-        return IterationMetrics(batch=state.batch_metrics, calls=state.call_metrics)
+        lengths = state.lengths
+        num_tokens = sum(lengths.prompt) + sum(lengths.response) if lengths is not None else 0
+        return IterationMetrics(batch=state.batch_metrics, calls=state.call_metrics, num_tokens=num_tokens)
 
     def _execute(self, step: Step, state: Iteration, save: Path | None) -> dict[str, Fact]:
         """Do one instruction; returns facts for its span."""

@@ -138,7 +138,8 @@ def train(
         for call, values in result.calls.items():
             sink.publish(iteration, call, values)
         if executor.rank == 0:
-            sink.publish(iteration, "iteration", {"duration_s": clock() - start_s})
+            timing = {"duration_s": clock() - start_s, "tokens": result.num_tokens}
+            sink.publish(iteration, "iteration", timing)
         sink.end_iteration(iteration)
         if save is not None:
             logger.info("iteration %d: checkpoint written to %s", iteration, save)

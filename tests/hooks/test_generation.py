@@ -193,3 +193,17 @@ def _observed_cache_bytes(copy, prompts: Batch) -> int:
 
 def test_cache_is_booked_and_bad_calls_are_refused(reference) -> None:
     run_ranks(2, _memory_and_refusals, reference)
+
+
+def _half_precision() -> None:
+    prompts = _prompts()
+    with layouts() as made:
+        copy = make_copy(placement(made, "d1t2p1@0-1"), _role(dtype=torch.bfloat16, init_method_std=0.1))
+        found = generation.generate(copy, CALL, ITERATION, prompts, [prompts.ids], SAMPLINGS[1])
+        again = forward.infer(copy, found, [prompts.ids], Head.LOGPROBS, SAMPLINGS[1].temperature)
+        assert found.data["logprobs"].dtype == again.dtype == torch.float32
+        torch.testing.assert_close(found.data["logprobs"], again, rtol=0, atol=0.02)
+
+
+def test_half_precision_gives_fp32_logprobs() -> None:
+    run_ranks(2, _half_precision)
