@@ -142,7 +142,8 @@ def train(
             sink.publish(iteration, "iteration", timing)
         sink.end_iteration(iteration)
         if save is not None:
-            logger.info("iteration %d: checkpoint written to %s", iteration, save)
+            if executor.rank == 0:
+                logger.info("iteration %d: checkpoint written to %s", iteration + 1, save)
             stopped = config.time_limit_s is not None and _is_over(
                 executor, clock() - began_s, config.time_limit_s
             )
