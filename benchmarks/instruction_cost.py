@@ -217,6 +217,7 @@ def measure(program: Program, folder: Path) -> tuple[float, int]:
 
 
 def main() -> None:
+    """Measure both cases."""
     for case, program in (("calls", calls_program()), ("ppo", ppo_program())):
         with tempfile.TemporaryDirectory() as folder:
             results = run_ranks(RANKS, measure, program, Path(folder))

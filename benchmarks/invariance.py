@@ -162,7 +162,7 @@ CASES = (
             "actor_gen": place(0, 8, dp=4, tp=2, micro=1),
             "ref_inf": place(4, 8, pp=2, tp=2),
             "critic_inf": place(0, 4, dp=2, pp=2),
-            "actor_train": place(0, 4, tp=2, pp=2, layers=[1, 3]),
+            "actor_train": place(0, 4, tp=2, pp=2, layers=[1, 3]) | {"recompute": "full"},
             "critic_train": place(4, 8, dp=2, tp=2),
             "rew_inf": reward(8),
         },
@@ -222,11 +222,12 @@ def case_tree(case: Case, folder: Path, iterations: int = ITERATIONS) -> dict[st
 def run_case(case: Case, folder: Path, iterations: int = ITERATIONS) -> list[dict[str, Any]]:
     """Run a case; what every rank saw."""
     return run_ranks(
-        case.num_ranks, _rank_main, case_tree(case, folder, iterations), iterations, timeout_s=600
+        case.num_ranks, run_tree, case_tree(case, folder, iterations), iterations, timeout_s=600
     )
 
 
-def _rank_main(tree: dict[str, Any], iterations: int) -> dict[str, Any]:
+def run_tree(tree: dict[str, Any], iterations: int) -> dict[str, Any]:
+    """On a rank: run what `tree` describes; its tokens and statistics by iteration, its weights before and after."""
     job = prepare(RunOptions.from_tree(tree))
     executor, backend = build_executor(job, ProcessGroups())
     tokens = record_tokens(backend)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import pairwise
 
 from megatron_real.dataflow import Call, CallType, Graph, Per, Scope
@@ -79,20 +80,18 @@ def balanced_partition(weights: Sequence[int], parts: int) -> list[list[int]]:
         raise PlanError(
             f"data plan: {count} sequences cannot be split over {parts} parts. Use fewer parts or more sequences."
         )
+    if parts == 1:
+        return [list(range(count))]
     floor, extra = divmod(count, parts)
     result: list[list[int]] = [[] for _ in range(parts)]
-    loads = [0] * parts
-    above = 0
+    open_parts = [(0, 0, part) for part in range(parts)]  # a heap of (weight, items, part)
     for index in sorted(range(count), key=lambda i: (-weights[i], i)):
-        open_parts = [
-            part
-            for part in range(parts)
-            if len(result[part]) < floor or (len(result[part]) == floor and above < extra)
-        ]
-        part = min(open_parts, key=lambda p: (loads[p], len(result[p]), p))
-        above += len(result[part]) == floor
+        load, size, part = heappop(open_parts)
+        while size >= floor + (extra > 0):  # full, and stays so: `extra` only falls
+            load, size, part = heappop(open_parts)
+        extra -= size == floor
         result[part].append(index)
-        loads[part] += weights[index]
+        heappush(open_parts, (load + weights[index], size + 1, part))
     return [sorted(part) for part in result]
 
 

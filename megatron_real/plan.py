@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -84,7 +85,13 @@ class LayoutSpec(_Strict):
     layers: tuple[Natural, ...] | None = None
 
     def to_layout(self) -> Layout:
-        return Layout(**self.model_dump())
+        return _layout_of(self)
+
+
+@lru_cache(maxsize=4096)
+def _layout_of(spec: LayoutSpec) -> Layout:
+    # The runtime asks for every instruction; building one costs as much as a short instruction.
+    return Layout(**spec.model_dump())
 
 
 class Placement(_Strict):

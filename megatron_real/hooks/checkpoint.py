@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy as copy_module
 import json
+import shutil
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +21,14 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 
 from megatron_real.errors import ConfigError, Problem, raise_problems
+from megatron_real.hooks.model_builder import RoleModel
 from megatron_real.hooks.model_copy import ModelCopy
 from megatron_real.hooks.roles import architecture_of
+from megatron_real.realloc_ops.shards import TensorSpec
 
 __all__ = [
     "check_architecture",
+    "check_tensors",
     "find_checkpoint",
     "load_copy",
     "read_common",
@@ -35,7 +39,10 @@ __all__ = [
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN_STATE = "run_state.json"
-HEAD_KEYS = ("value_head.", "output_layer.")
+_FRESH_HEAD = "value_head."
+_VOCABULARY = ("embedding.word_embeddings.", "output_layer.")
+_Shape = tuple[int | None, ...]
+"""Of a whole tensor; None is any size."""
 _CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -115,62 +122,52 @@ def _model_state(copy: ModelCopy, metadata: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _sharded_tensors(state: Mapping[str, Any]) -> dict[str, ShardedTensor]:
-    from megatron.core.dist_checkpointing.mapping import apply_factories
-
-    plain = copy_module.copy(dict(state))
-    plain, _ = extract_matching_values(plain, lambda value: True)
-    apply_factories(plain)
-    found, _ = extract_matching_values(plain, lambda value: isinstance(value, ShardedTensor), return_lists_as_dicts=True)
-    flat: dict[str, ShardedTensor] = {}
-    stack: list[Any] = [found]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, ShardedTensor):
-            flat[item.key] = item
-        elif isinstance(item, dict):
-            stack += item.values()
-        elif isinstance(item, list):
-            stack += item
-    return flat
-
-
 def load_copy(
-    copy: ModelCopy | None, role: str, found: Path, *, version: int = 0, optimizer: bool = False
+    copy: ModelCopy | None,
+    role: str,
+    found: Path,
+    *,
+    specs: Mapping[str, TensorSpec],
+    version: int = 0,
+    optimizer: bool = False,
 ) -> list[str]:
     """Load weights, and the optimizer's state if asked for, into a copy.
 
-    Collective over WORLD; ranks outside the copy's mesh pass None. A scalar head that the checkpoint does not have keeps
-    its fresh values; so do padding rows of the vocabulary beyond the stored ones.
+    Collective over WORLD; ranks outside the copy's mesh pass None. A scalar head that the checkpoint does not have
+    keeps its fresh values; so do padding rows of the vocabulary beyond the stored ones.
 
     Args:
+        specs: every tensor of the whole model, the same on all ranks.
         version: the copy's version afterwards.
 
     Returns:
-        Parameters that the checkpoint did not have.
+        Parameters that the checkpoint did not have, on every rank.
 
     Raises:
-        ConfigError: a parameter is missing or has another shape (all of them listed), before any collective.
+        ConfigError: a parameter is missing or has another shape (all of them listed), on every rank and before any
+            collective.
     """
     stored = dist_checkpointing.load_tensors_metadata(str(found))
+    fresh = [key for key in specs if key.startswith(_FRESH_HEAD) and key not in stored]
+    shapes = {key: _any_rows(key, spec.global_shape) for key, spec in specs.items() if key not in fresh}
+    _compare_shapes(role, shapes, stored, found)
     state: dict[str, Any] = {}
-    fresh: list[str] = []
     if copy is not None:
         with copy.parallel.active():
             metadata = _metadata(copy)
             state = _model_state(copy, metadata)
-            fresh = _drop_fresh_head(state, stored)
-            _check_shapes(role, state, stored, found)
             if optimizer:
+                assert copy.optimizer is not None, "a frozen copy has no optimizer to load"
                 state["optimizer"] = copy.optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)
+            _drop(state, fresh)
     loaded = dist_checkpointing.load(state, str(found), validate_access_integrity=False)
     if copy is not None:
         with copy.parallel.active():
             for index, chunk in enumerate(copy.chunks):
                 name = f"model{index if len(copy.chunks) > 1 else ''}"
                 missing, _ = chunk.load_state_dict(loaded[name], strict=False)
-                unexpected = [key for key in missing if not key.endswith("_extra_state") and not _is_head(key, fresh)]
-                assert not unexpected, f"load_state_dict left {unexpected} unset"
+                unset = [key for key in missing if not key.endswith("_extra_state") and not _is_head(key, fresh)]
+                assert not unset, f"load_state_dict left {unset} unset"
         copy.weights_arrived(version)
         if optimizer:
             with copy.parallel.active():
@@ -184,29 +181,76 @@ def _is_head(key: str, fresh: list[str]) -> bool:
     return bool(fresh) and key.startswith("output_layer")
 
 
-def _drop_fresh_head(state: dict[str, Any], stored: Mapping[str, Any]) -> list[str]:
-    """Take the scalar head out of what is loaded when the checkpoint is a language model's."""
-    fresh = []
+def _drop(state: dict[str, Any], fresh: list[str]) -> None:
+    """Take parameters that the checkpoint does not have out of what is loaded."""
     for chunk_state in state.values():
         for name in list(chunk_state):
             entry = chunk_state[name]
-            if isinstance(entry, ShardedTensor) and entry.key.startswith("value_head.") and entry.key not in stored:
-                fresh.append(entry.key)
+            if isinstance(entry, ShardedTensor) and entry.key in fresh:
                 del chunk_state[name]
-    return fresh
 
 
-def _check_shapes(role: str, state: Mapping[str, Any], stored: Mapping[str, Any], found: Path) -> None:
+def check_tensors(model: RoleModel, found: Path) -> None:
+    """Compare the tensors of a checkpoint with those that `model` will have, as far as that is known unbuilt.
+
+    Reads the checkpoint's metadata only. No collective.
+
+    Raises:
+        ConfigError: listing every tensor that is missing or has another shape.
+    """
+    stored = dist_checkpointing.load_tensors_metadata(str(found))
+    shapes = _known_shapes(model)
+    if any(key.startswith("decoder.layers.0.") for key in stored):  # layers that differ are stored one by one
+        shapes = {key: shape for key, shape in shapes.items() if not key.startswith("decoder.layers.")}
+    _compare_shapes(model.role, shapes, stored, found)
+    rows = stored["embedding.word_embeddings.weight"].global_shape[0]
+    if rows < model.vocab_size:
+        raise ConfigError(
+            f"{model.role}: checkpoint {found}: found embeddings of {rows} tokens; expected at least the vocabulary's "
+            f"{model.vocab_size}. Give the tokenizer that the checkpoint was trained with."
+        )
+
+
+def _known_shapes(model: RoleModel) -> dict[str, _Shape]:
+    config = model.config
+    hidden, layers, heads = config.hidden_size, config.num_layers, config.num_attention_heads
+    shapes: dict[str, _Shape] = {
+        "embedding.word_embeddings.weight": (None, hidden),
+        "decoder.final_layernorm.weight": (hidden,),
+    }
+    if not (model.scalar_head or model.ties):
+        shapes["output_layer.weight"] = (None, hidden)
+    if not config.multi_latent_attention:
+        groups = config.num_query_groups or heads
+        qkv = (heads + 2 * groups) * config.kv_channels
+        shapes["decoder.layers.self_attention.linear_qkv.weight"] = (layers, qkv, hidden)
+        shapes["decoder.layers.self_attention.linear_proj.weight"] = (layers, hidden, heads * config.kv_channels)
+    if config.num_moe_experts is None:
+        ffn = config.ffn_hidden_size
+        shapes["decoder.layers.mlp.linear_fc1.weight"] = (layers, ffn * (1 + config.gated_linear_unit), hidden)
+        shapes["decoder.layers.mlp.linear_fc2.weight"] = (layers, hidden, ffn)
+    return shapes
+
+
+def _any_rows(key: str, shape: tuple[int, ...]) -> _Shape:
+    """The padding of the vocabulary may differ."""
+    return (None, *shape[1:]) if key.startswith(_VOCABULARY) else shape
+
+
+def _compare_shapes(role: str, shapes: Mapping[str, _Shape], stored: Mapping[str, Any], found: Path) -> None:
     problems = []
-    for key, tensor in sorted(_sharded_tensors(state).items()):
-        other = stored.get(key)
-        if other is None:
-            problems.append(Problem(path=key, found="no such parameter in the checkpoint", expected=str(tuple(tensor.global_shape))))
-        elif tuple(other.global_shape) != tuple(tensor.global_shape) and not tensor.allow_shape_mismatch:
-            problems.append(
-                Problem(path=key, found=str(tuple(other.global_shape)), expected=str(tuple(tensor.global_shape)))
-            )
+    for key, shape in sorted(shapes.items()):
+        if key not in stored:
+            problems.append(Problem(path=key, found="no such parameter", expected=_shown(shape)))
+            continue
+        other = tuple(stored[key].global_shape)
+        if len(other) != len(shape) or any(n not in (None, m) for n, m in zip(shape, other, strict=True)):
+            problems.append(Problem(path=key, found=_shown(other), expected=_shown(shape)))
     raise_problems(problems, subject=f"{role}: checkpoint {found} has another shape", error=ConfigError)
+
+
+def _shown(shape: _Shape) -> str:
+    return " x ".join("vocabulary" if size is None else str(size) for size in shape)
 
 
 def save_copy(copy: ModelCopy | None, folder: Path, iteration: int, args: Namespace, *, owner: int) -> None:
@@ -220,7 +264,8 @@ def save_copy(copy: ModelCopy | None, folder: Path, iteration: int, args: Namesp
     """
     target = folder / f"iter_{iteration:07d}"
     if torch.distributed.get_rank() == 0:
-        target.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(target, ignore_errors=True)  # of a save that was not finished, perhaps by more ranks
+        target.mkdir(parents=True)
     torch.distributed.barrier()
     state: dict[str, Any] = {}
     common: dict[str, Any] = {}

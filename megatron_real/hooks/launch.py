@@ -23,9 +23,10 @@ import torch.distributed as dist
 from megatron_real.algorithms.graphs import ppo_graph
 from megatron_real.algorithms.ppo import PPO
 from megatron_real.data_plan import Lengths, assign
-from megatron_real.errors import ConfigError
+from megatron_real.errors import ConfigError, raise_problems
 from megatron_real.hooks import checkpoint, cpu_device, roles
 from megatron_real.hooks.model_copy import Training, require_droppable
+from megatron_real.hooks.capabilities import capability_problems
 from megatron_real.hooks.megatron_backend import MegatronBackend, RoleSetup
 from megatron_real.hooks.tokenizer import build_tokenizer
 from megatron_real.plan import Plan
@@ -102,6 +103,10 @@ def prepare(options: RunOptions) -> Job:
     algorithm = PPO(config, tokenizer.end_token, function)
     setups, loads = _roles(options, program, base, algorithm)
     plan.check(graph, {name: setup.model.shape() for name, setup in setups.items()}, source=str(options.plan))
+    uses_te = all(setup.model.use_te for setup in setups.values())
+    raise_problems(
+        capability_problems(graph, plan, context_parallelism=uses_te), subject=str(options.plan)
+    )
     prompts = Prompts.load(
         options.data.prompts,
         tokenizer,
@@ -123,7 +128,7 @@ def prepare(options: RunOptions) -> Job:
         roles=setups,
         loads=loads,
         faults=parse_faults(options.fault, names=[instruction.name for instruction in program.instructions]),
-        resume=_resume_state(options, program),
+        resume=_resume_state(options, program, setups),
     )
 
 
@@ -155,6 +160,8 @@ def _roles(
             seed=options.seed + _INIT_SEED_OFFSET.get(name, 0),
             use_te=args.transformer_impl == "transformer_engine" and not cpu_device.is_active(),
         )
+        if name in loads:
+            checkpoint.check_tensors(model, loads[name])
         trained = program.graph.trained(name)
         optimizer = roles.optimizer_config(args) if trained else None
         if optimizer is not None and program.plan.calls[program.graph.home_call(name).name].drop_trained_weights:
@@ -186,7 +193,9 @@ def _check_lengths(setups: Mapping[str, RoleSetup], prompts: Prompts, max_new_to
             )
 
 
-def _resume_state(options: RunOptions, program: Program) -> dict[str, Any] | None:
+def _resume_state(
+    options: RunOptions, program: Program, setups: Mapping[str, RoleSetup]
+) -> dict[str, Any] | None:
     folder = options.output / "checkpoints"
     state = checkpoint.read_run_state(folder)
     if not options.resume:
@@ -200,7 +209,8 @@ def _resume_state(options: RunOptions, program: Program) -> dict[str, Any] | Non
         raise ConfigError(f"resume: found no finished checkpoint in {folder}. Start without --real-resume.")
     for model in program.graph.models:
         if program.graph.trained(model):
-            checkpoint.find_checkpoint(folder / model, int(state["iteration"]))
+            found = checkpoint.find_checkpoint(folder / model, int(state["iteration"]))
+            checkpoint.check_tensors(setups[model].model, found)
     return state
 
 

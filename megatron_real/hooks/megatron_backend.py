@@ -7,6 +7,7 @@ their tables. After that a realloc builds its plan the first time a pair is used
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_real.backend import Head, Minibatch, Objective, Sampling
 from megatron_real.batch import Batch
@@ -35,6 +37,7 @@ from megatron_real.realloc_ops import ParamTable, build_realloc_plan
 from megatron_real.realloc_ops.executor import ReallocExecutor, ReallocReport
 from megatron_real.realloc_ops.local_shards import gather_tables
 from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
+from megatron_real.realloc_ops.shards import TensorSpec
 from megatron_real.realloc_ops.transports import TorchTransport
 
 __all__ = ["MegatronBackend", "RoleSetup"]
@@ -119,14 +122,20 @@ class MegatronBackend:
 
     def _build_copy(self, key: CopyKey, parallel: ParallelLayout, *, home: bool) -> ModelCopy:
         setup = self.roles[key.model]
-        if not (home and self.program.graph.trained(key.model)):
+        graph = self.program.graph
+        if not (home and graph.trained(key.model)):
             return ModelCopy(key, setup.model, parallel, ledger=self.ledger)
         if setup.optimizer is None:
             raise ConfigError(
                 f"models.{key.model}: found no optimizer options; expected some for a trained model."
             )
+        recompute = self.program.plan.calls[graph.home_call(key.model).name].recompute
         copy = ModelCopy(
-            key, setup.model, parallel, training=Training(optimizer=setup.optimizer), ledger=self.ledger
+            key,
+            dataclasses.replace(setup.model, config=_with_recomputation(setup.model.config, recompute)),
+            parallel,
+            training=Training(optimizer=setup.optimizer),
+            ledger=self.ledger,
         )
         if setup.schedule is not None:
             copy.scheduler = OptimizerParamScheduler(copy.optimizer, **setup.schedule)
@@ -252,14 +261,19 @@ class MegatronBackend:
         Raises:
             ConfigError: the checkpoint has another shape.
         """
-        return checkpoint.load_copy(self.home(model), model, found)
+        return checkpoint.load_copy(self.home(model), model, found, specs=self._specs(model))
+
+    def _specs(self, model: str) -> Mapping[str, TensorSpec]:
+        return self._tables[self.program.home(model)].specs
 
     def resume(self, folder: Path, iteration: int) -> None:
         """Fill the trained models, optimizers included, from a save of this or another plan. Collective over WORLD."""
         for model in self._trained():
             copy = self.home(model)
             found = checkpoint.find_checkpoint(folder / model, iteration)
-            checkpoint.load_copy(copy, model, found, version=iteration, optimizer=True)
+            checkpoint.load_copy(
+                copy, model, found, specs=self._specs(model), version=iteration, optimizer=True
+            )
 
     def save(self, folder: Path, iteration: int, state: Mapping[str, Any]) -> None:
         """Write every trained model, then the run's state, which names the iteration. Collective over WORLD."""
@@ -288,6 +302,14 @@ class MegatronBackend:
         args.dist_ckpt_optim_fully_reshardable = True
         args.padded_vocab_size = self.roles[model].model.padded_vocab_size
         return args
+
+
+def _with_recomputation(config: TransformerConfig, recompute: str) -> TransformerConfig:
+    """The configuration of a training copy; ``full`` keeps each layer's input only."""
+    if recompute == "none":
+        return config
+    full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
+    return dataclasses.replace(config, recompute_granularity=recompute, **full)
 
 
 def _facts(report: ReallocReport) -> dict[str, float]:

@@ -86,7 +86,11 @@ _FLAT_LAYOUT = {
     "decoder_last_pipeline_num_layers": None,
     "pipeline_model_parallel_layout": None,
     "overlap_p2p_comm": False,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
 }
+"""What a placement decides: taken out of the arguments, to be put in again for each copy."""
 
 
 def parse_arguments(arguments: Sequence[str], plan: Path) -> Namespace:

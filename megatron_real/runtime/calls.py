@@ -28,7 +28,7 @@ from megatron_real.layout import coordinates_of
 from megatron_real.plan import CopyKey, Placement
 from megatron_real.program import Program
 from megatron_real.runtime.data_store import DataStore
-from megatron_real.runtime.prompts import PromptBatch, Tokenizer
+from megatron_real.runtime.prompts import TOKENS, PromptBatch, Tokenizer
 from megatron_real.runtime.rewards import Samples, call_reward
 
 __all__ = ["CallMetrics", "CallRunner", "Iteration", "reporting_rank"]
@@ -66,11 +66,46 @@ class Iteration:
     def known_lengths(self, call: Call) -> Lengths:
         if self.lengths is None:
             raise RealError(
-                f"run:{call.name}: the lengths of the responses are not known; expected a generate call "
-                "before it. "
-                "Put the generate call first in `order`."
+                f"run:{call.name}: the lengths of the responses are not known; expected a generate call before "
+                "it. Put the generate call first in `order`."
             )
         return self.lengths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSite:
+    """What a rank is to a call that runs on it."""
+
+    call: Call
+    placement: Placement
+    dp_rank: int
+    has_tokens: bool
+    """First or last pipeline stage: needs token ids."""
+    has_scalars: bool
+    """Last pipeline stage: needs everything else."""
+    keeps: bool
+    """Holds the outputs of its data-parallel shard."""
+    tells_lengths: bool
+    """The one rank of its shard that tells the lengths of a generation."""
+    reports: bool
+    """Tells the call's metrics."""
+
+    @classmethod
+    def of(cls, call: Call, placement: Placement, rank: int) -> CallSite:
+        """The site of `rank`, which is in the placement's mesh."""
+        dp_rank = coordinates_of(rank, placement.mesh, placement.parallel).dp
+        keepers = holders(dp_rank, placement.mesh, placement.parallel)
+        last = is_last_stage(rank, placement)
+        return cls(
+            call=call,
+            placement=placement,
+            dp_rank=dp_rank,
+            has_tokens=last or is_first_stage(rank, placement),
+            has_scalars=last,
+            keeps=rank in keepers,
+            tells_lengths=rank == keepers[0],
+            reports=rank == reporting_rank(placement),
+        )
 
 
 class CallRunner:
@@ -92,6 +127,11 @@ class CallRunner:
         self._algorithm = algorithm
         self._tokenizer = tokenizer
         self._device = device
+        self._sites = {
+            call.name: CallSite.of(call, program.plan.calls[call.name], rank)
+            for call in self._graph.calls
+            if rank in program.plan.calls[call.name].mesh
+        }
         generates = [call for call in self._graph.calls if call.type is CallType.GENERATE]
         self._temperature = algorithm.sampling(generates[0]).temperature if generates else 1.0
 
@@ -101,47 +141,50 @@ class CallRunner:
             if call.name not in state.assignments:
                 state.assignments[call.name] = self._assign(call, state.known_lengths(call))
 
+    def num_tokens(self, call: Call, state: Iteration) -> int:
+        """Tokens of the call's sequences on this rank's data-parallel shard."""
+        lengths = state.known_lengths(call)
+        return sum(lengths.of(Per.TOKEN, i) for i in self._shard(self._sites[call.name], state))
+
     def generate(self, call: Call, copy: CopyKey, state: Iteration) -> dict[int, int]:
         """Run a generate call.
 
         Returns:
             Response length by sequence id, on one rank of each data-parallel shard; empty on the others.
         """
-        placement = self._placement(call)
+        site = self._sites[call.name]
         state.assignments[call.name] = self._assign(call, state.prompt_only)
-        ids = self._shard(call, state)
+        ids = self._shard(site, state)
         result = self._backend.generate(
             copy,
             call,
             state.number,
             state.prompts.batch(ids, self._device),
-            self._microbatches(call, state),
+            self._microbatches(site, state),
             self._algorithm.sampling(call),
         )
         if set(result.ids) != set(ids):
             raise RealError(
-                f"run:{call.name} on rank {self._rank}: the backend returned sequences "
-                f"{list(result.ids)[:8]}; expected "
-                f"its shard {list(ids)[:8]}."
+                f"run:{call.name} on rank {self._rank}: the backend returned sequences {list(result.ids)[:8]}; "
+                f"expected its shard {list(ids)[:8]}."
             )
-        first, *others = holders(self._at(placement), placement.mesh, placement.parallel)
-        if self._rank in (first, *others):
+        if site.keeps:
             self._keep(call, call.outputs, result, state)
-        return dict(zip(result.ids, result.response_lengths, strict=True)) if self._rank == first else {}
+        return dict(zip(result.ids, result.response_lengths, strict=True)) if site.tells_lengths else {}
 
     def infer(self, call: Call, copy: CopyKey, state: Iteration) -> None:
         """Run an inference call of a model; its output is its first key."""
-        placement = self._placement(call)
-        ids = self._shard(call, state)
-        batch = self._inputs(call, ids, Scope.SHARD, state)
+        site = self._sites[call.name]
+        ids = self._shard(site, state)
+        batch = self._inputs(site, ids, Scope.SHARD, state)
         values = self._backend.infer(
-            copy, batch, self._microbatches(call, state), self._algorithm.head(call), self._temperature
+            copy, batch, self._microbatches(site, state), self._algorithm.head(call), self._temperature
         )
-        if self._rank in holders(self._at(placement), placement.mesh, placement.parallel):
+        if site.keeps:
             if values is None:
                 raise RealError(
-                    f"run:{call.name} on rank {self._rank}: the last pipeline stage returned no "
-                    f"{call.outputs[0]!r}."
+                    f"run:{call.name} on rank {self._rank}: the backend returned nothing; expected "
+                    f"{call.outputs[0]!r} from the last pipeline stage."
                 )
             result = self._empty(ids, state, call)
             result.put(self._graph.key(call.outputs[0]), values)
@@ -151,13 +194,14 @@ class CallRunner:
         """Run a call without a model: decode this rank's sequences and call the algorithm's function.
 
         Raises:
-            ConfigError: the function raised, or returned something else than one finite number per sequence.
+            ConfigError: the function raised, or did not return one finite number per sequence.
         """
-        ids = self._shard(call, state)
-        batch = self._inputs(call, ids, Scope.SHARD, state)
+        site = self._sites[call.name]
+        ids = self._shard(site, state)
+        batch = self._inputs(site, ids, Scope.SHARD, state)
         responses = [
             self._response_text(tokens[prompt:].tolist())
-            for tokens, prompt in zip(batch.split("tokens"), batch.prompt_lengths, strict=True)
+            for tokens, prompt in zip(batch.split(TOKENS.name), batch.prompt_lengths, strict=True)
         ]
         samples = Samples(
             ids=ids,
@@ -173,66 +217,57 @@ class CallRunner:
 
     def train(self, call: Call, copy: CopyKey, state: Iteration) -> None:
         """Run a train call; last pipeline stages let the algorithm prepare the whole batch before."""
-        placement = self._placement(call)
-        ids = self._shard(call, state)
-        batch = self._inputs(call, ids, Scope.SHARD, state)
+        site = self._sites[call.name]
+        ids = self._shard(site, state)
+        batch = self._inputs(site, ids, Scope.SHARD, state)
         metrics: dict[str, float] = {}
-        if is_last_stage(self._rank, placement):
+        if site.has_scalars:
             everything = tuple(range(state.known_lengths(call).count))
-            scalars = self._inputs(call, everything, Scope.FULL, state)
+            scalars = self._inputs(site, everything, Scope.FULL, state)
             prepared, metrics = self._algorithm.prepare(call, state.number, scalars)
             mine = prepared.select(ids)
             for name, value in mine.data.items():
                 batch.put(mine.keys[name], value)
         result = self._backend.train(
-            copy, batch, self._minibatches(call, state), self._algorithm.objective(call), self._temperature
+            copy, batch, self._minibatches(site, state), self._algorithm.objective(call), self._temperature
         )
-        if self._rank == reporting_rank(placement):
+        if site.reports:
             state.batch_metrics.update(metrics)
             state.call_metrics[call.name] = dict(result)
 
-    def _placement(self, call: Call) -> Placement:
-        return self._program.plan.calls[call.name]
-
-    def _at(self, placement: Placement) -> int:
-        """This rank's data-parallel rank."""
-        return coordinates_of(self._rank, placement.mesh, placement.parallel).dp
-
     def _assign(self, call: Call, lengths: Lengths) -> CallAssignment:
         num_minibatches = self._algorithm.minibatching(call).num_minibatches if call.trains else 1
-        return assign(call, self._placement(call), lengths, num_minibatches)
+        return assign(call, self._program.plan.calls[call.name], lengths, num_minibatches)
 
-    def _shard(self, call: Call, state: Iteration) -> tuple[int, ...]:
-        return state.assignments[call.name].shard(self._at(self._placement(call)))
+    def _shard(self, site: CallSite, state: Iteration) -> tuple[int, ...]:
+        return state.assignments[site.call.name].shard(site.dp_rank)
 
-    def _microbatches(self, call: Call, state: Iteration) -> tuple[tuple[int, ...], ...]:
-        (step,) = state.assignments[call.name].steps
-        return step[self._at(self._placement(call))]
+    def _microbatches(self, site: CallSite, state: Iteration) -> tuple[tuple[int, ...], ...]:
+        (step,) = state.assignments[site.call.name].steps
+        return step[site.dp_rank]
 
-    def _minibatches(self, call: Call, state: Iteration) -> list[Minibatch]:
-        lengths = state.known_lengths(call)
-        dp_rank = self._at(self._placement(call))
+    def _minibatches(self, site: CallSite, state: Iteration) -> list[Minibatch]:
+        lengths = state.known_lengths(site.call)
         steps = []
-        for step in state.assignments[call.name].steps:
+        for step in state.assignments[site.call.name].steps:
             ids = [i for shard in step for microbatch in shard for i in microbatch]
             steps.append(
                 Minibatch(
-                    microbatches=step[dp_rank],
+                    microbatches=step[site.dp_rank],
                     num_tokens=sum(lengths.response[i] for i in ids),
                     num_sequences=len(ids),
                 )
             )
-        return steps * self._algorithm.minibatching(call).num_epochs
+        return steps * self._algorithm.minibatching(site.call).num_epochs
 
-    def _inputs(self, call: Call, ids: tuple[int, ...], scope: Scope, state: Iteration) -> Batch:
-        """The sequences `ids` with those inputs of `call` of this scope that this rank needs."""
-        batch = self._empty(ids, state, call)
-        placement = self._placement(call)
-        first, last = is_first_stage(self._rank, placement), is_last_stage(self._rank, placement)
-        for entry in call.inputs:
-            spec = self._graph.key(entry.key)
-            if entry.scope is scope and (last or (first and spec.per is Per.TOKEN)):
-                batch.put_list(spec, state.store.parts(entry.key, ids))
+    def _inputs(self, site: CallSite, ids: tuple[int, ...], scope: Scope, state: Iteration) -> Batch:
+        """The sequences `ids` with those inputs of this scope that this rank needs."""
+        batch = self._empty(ids, state, site.call)
+        for entry in site.call.inputs:
+            if entry.scope is scope:
+                spec = self._graph.key(entry.key)
+                if site.has_scalars or (site.has_tokens and spec.per is Per.TOKEN):
+                    batch.put_list(spec, state.store.parts(entry.key, ids))
         return batch
 
     def _empty(self, ids: tuple[int, ...], state: Iteration, call: Call) -> Batch:

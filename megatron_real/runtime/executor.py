@@ -14,9 +14,8 @@ from typing import Any
 
 from megatron_real.backend import Algorithm, ModelBackend
 from megatron_real.data_plan import Lengths, build_transfer_plans
-from megatron_real.dataflow import Call, CallType
+from megatron_real.dataflow import CallType
 from megatron_real.errors import PlanError, Problem, RealError, raise_problems
-from megatron_real.layout import coordinates_of
 from megatron_real.plan import CopyKey
 from megatron_real.program import Offload, Program, Realloc, Reload, Run, Save, Side, Step, Transfer
 from megatron_real.runtime.calls import CallMetrics, CallRunner, Iteration, reporting_rank
@@ -91,6 +90,7 @@ class RankExecutor:
         self._offsets = {
             run.call: run.version_offset for run in parts.program.instructions if isinstance(run, Run)
         }
+        self._trained = {call.model for call in parts.program.graph.calls if call.trains}
         self._store = DataStore()
         self._calls = CallRunner(
             parts.program, parts.rank, parts.backend, parts.algorithm, parts.tokenizer, parts.transfers.device
@@ -164,7 +164,7 @@ class RankExecutor:
                 self._check_advanced(run, copy, state.number)
         if run.release:
             self._backend.release(copy)
-        return {"tokens": self._tokens(call, state)}
+        return {"tokens": self._calls.num_tokens(call, state)}
 
     def _realloc(self, realloc: Realloc, state: Iteration) -> dict[str, Fact]:
         version = self._version(realloc.model, self._offsets[realloc.call], state.number)
@@ -189,17 +189,9 @@ class RankExecutor:
         plans = build_transfer_plans(self.program.graph, self.program.plan, state.assignments)
         self.transfers.set_plans(state.lengths, plans)
 
-    def _tokens(self, call: Call, state: Iteration) -> int:
-        """Tokens of the call's sequences on this rank's data-parallel shard."""
-        assert state.lengths is not None, "a call has run"
-        placement = self.program.plan.calls[call.name]
-        at = coordinates_of(self.rank, placement.mesh, placement.parallel)
-        lengths = state.lengths
-        return sum(lengths.prompt[i] + lengths.response[i] for i in state.assignments[call.name].shard(at.dp))
-
     def _version(self, model: str, offset: int, iteration: int) -> int:
         """The version that the weights of `model` must have."""
-        return self._base_version + iteration + offset if self.program.graph.trained(model) else 0
+        return self._base_version + iteration + offset if model in self._trained else 0
 
     def _check_version(self, run: Run, copy: CopyKey, iteration: int) -> None:
         expected = self._version(copy.model, run.version_offset, iteration)

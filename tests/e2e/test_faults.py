@@ -44,11 +44,13 @@ def options_of(folder: Path, fault: str | None = None) -> dict[str, Any]:
     return write_run(folder, **changes)
 
 
-def wait_for_fault(job: Job, timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while job.fault_s is None and not job.poll() and time.monotonic() < deadline:
+def wait_for_fault(jobs: dict[str, Job], fault: str, timeout_s: float = 90.0) -> None:
+    deadline, job = time.monotonic() + timeout_s, jobs[fault]
+    while job.fault_s is None and len(job.codes) < len(WORLD) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert job.fault_s is not None, f"{job.folder.name}: no fault was injected\n{job.logs()}"
+        for other in jobs.values():  # of all, to see when their ranks end
+            other.poll()
+    assert job.fault_s is not None, f"{fault}: it was not injected\n{job.logs()}"
 
 
 def check_failed(job: Job, fault: str) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def test_every_fault_ends_all_ranks_and_the_run_goes_on(tmp_path: Path) -> None:
     try:
         for fault in FAULTS:
             jobs[fault] = start(options_of(tmp_path / fault.replace(":", "-"), fault))
-            wait_for_fault(jobs[fault])
+            wait_for_fault(jobs, fault)
         wait(list(jobs.values()), 2 * LIMIT_S)
         for fault, job in jobs.items():
             print(json.dumps(check_failed(job, fault)))

@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
             "reward_scale": 2.0,
             "reward_clip": 0.5,
         },
-        "critic": {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 2, "lr": 1e-2},
+        "critic": {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 24, "lr": 1e-2},
     },
 }
 

@@ -1,0 +1,54 @@
+"""What the Megatron backend can execute of what a plan can say. Everything else is refused before it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_real.dataflow import Call, CallType, Graph
+from megatron_real.errors import Problem
+from megatron_real.plan import Placement, Plan
+
+__all__ = ["capability_problems"]
+
+
+def capability_problems(graph: Graph, plan: Plan, *, context_parallelism: bool) -> Iterator[Problem]:
+    """What in a plan this backend cannot run, each with what it can.
+
+    Args:
+        graph: the algorithm's.
+        plan: checked against the graph.
+        context_parallelism: whether the models' attention does it (TransformerEngine's).
+    """
+    for call in graph.calls:
+        if call.model is not None:
+            yield from _call_problems(call, plan.calls[call.name], context_parallelism)
+
+
+def _call_problems(call: Call, placement: Placement, context_parallelism: bool) -> Iterator[Problem]:
+    layout = placement.parallel
+    path = f"calls.{call.name}"
+    generates = call.type is CallType.GENERATE
+    if generates and layout.sp:
+        yield Problem(
+            path=f"{path}.layout.sp",
+            found="true in a generate call",
+            expected="false: Megatron's static inference has no sequence parallelism",
+        )
+    if layout.cp > 1 and (generates or not context_parallelism):
+        yield Problem(
+            path=f"{path}.layout.cp",
+            found=f"cp={layout.cp}",
+            expected="1" if generates else "1: only TransformerEngine's attention does context parallelism",
+        )
+    if layout.vpp > 1 and placement.num_microbatches % layout.pp:
+        yield Problem(
+            path=f"{path}.num_microbatches",
+            found=str(placement.num_microbatches),
+            expected=f"a multiple of pp={layout.pp}: the interleaved schedule (vpp={layout.vpp}) takes no other",
+        )
+    if placement.recompute != "none" and not call.trains:
+        yield Problem(
+            path=f"{path}.recompute",
+            found=f"{placement.recompute} in a call of type {call.type}",
+            expected="none: nothing is kept for a backward pass",
+        )
