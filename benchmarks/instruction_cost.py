@@ -2,8 +2,9 @@
 
     python benchmarks/instruction_cost.py      # make bench-instruction
 
-One JSON line per case, ``{"case", "us_per_instruction"}`` and what it was measured over: the mean over the ranks of the
-time of an iteration divided by the instructions of the rank.
+One JSON line per case, ``{"case", "us_per_instruction", "cpu_us_per_instruction"}`` and what it was measured over:
+the mean over the ranks of an iteration's time (median over iterations) or CPU time (mean), by the instructions of the
+rank. On a machine with fewer cores than ranks, or with other work, look at the CPU time.
 
     calls: inference calls without inputs, all on one mesh: cutting the batch, tracing, progress, the version check.
     ppo:   the six calls of PPO on four meshes, with their transfers; here most of the time is gloo's.
@@ -55,8 +56,7 @@ class NullBackend:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._trainings = 0
-        self._iteration = 0
+        self.versions = dict.fromkeys(graph.models, 0)
 
     def generate(
         self, copy: CopyKey, call: Call, iteration: int, prompts: Batch, microbatches: Any, sampling: Sampling
@@ -86,8 +86,6 @@ class NullBackend:
     ) -> dict[str, float]:
         self.versions[copy.model] += 1
         return {}
-
-    versions: dict[str, int]
 
     def realloc(self, source: CopyKey, target: CopyKey, version: int) -> dict[str, float]:
         self.versions[source.model] = version
@@ -184,11 +182,10 @@ def _compile(graph: Graph, placements: Mapping[str, tuple[tuple[int, int], dict[
     return compile_program(graph, Plan.loads(json.dumps(raw)))
 
 
-def measure(program: Program, folder: Path) -> tuple[float, int]:
-    """Seconds per iteration, and this rank's instructions."""
+def measure(program: Program, folder: Path) -> tuple[float, float, int]:
+    """Seconds and CPU seconds per iteration, and this rank's instructions."""
     rank = dist.get_rank()
     backend = NullBackend(program.graph)
-    backend.versions = dict.fromkeys(program.graph.models, 0)
     transfers = DataTransfers(program, rank, acquire_groups(ProcessGroups(), program))
     transfers.connect()
     tracer = Tracer(folder, rank)
@@ -206,14 +203,19 @@ def measure(program: Program, folder: Path) -> tuple[float, int]:
     record = Record(text="prompt", tokens=(1,) * 16, columns={})
     prompts = PromptBatch(records=(record,) * SEQUENCES)
     times = []
+    cpu_s = 0.0
     for iteration in range(WARMUP + ITERATIONS):
+        if iteration == WARMUP:
+            cpu_s = -time.process_time()
         began_s = time.perf_counter()
         executor.run_iteration(iteration, prompts)
         times.append(time.perf_counter() - began_s)
+    cpu_s += time.process_time()
     transfers.fence()
     dist.barrier()
     tracer.close()
-    return statistics.median(times[WARMUP:]), len(program.steps(rank)) - 1  # Save was skipped
+    num_instructions = len(program.steps(rank)) - 1  # all but Save
+    return statistics.median(times[WARMUP:]), cpu_s / ITERATIONS, num_instructions
 
 
 def main() -> None:
@@ -221,12 +223,14 @@ def main() -> None:
     for case, program in (("calls", calls_program()), ("ppo", ppo_program())):
         with tempfile.TemporaryDirectory() as folder:
             results = run_ranks(RANKS, measure, program, Path(folder))
-        per_instruction = statistics.mean(seconds / count for seconds, count in results)
         row = {
             "case": case,
-            "us_per_instruction": round(per_instruction * 1e6, 1),
+            "us_per_instruction": round(1e6 * statistics.mean(wall / count for wall, _, count in results), 1),
+            "cpu_us_per_instruction": round(
+                1e6 * statistics.mean(cpu / count for _, cpu, count in results), 1
+            ),
             "ranks": RANKS,
-            "instructions": [count for _, count in results],
+            "instructions": [count for _, _, count in results],
             "sequences": SEQUENCES,
         }
         print(json.dumps(row), flush=True)

@@ -59,7 +59,7 @@ def launch(name: str, script: str, arguments: list[str], log: Path, keep: tuple[
         for line in process.stdout:
             file.write(line)
             if any(word in line for word in keep):
-                console.print("  " + line.strip()[:150], markup=False)
+                console.print("  " + line.strip()[:170], markup=False, soft_wrap=True)
         if process.wait():
             console.print(Path(log).read_text()[-3000:], markup=False)
             sys.exit(f"{name} failed with exit code {process.returncode}; its output is in {log}")
@@ -129,7 +129,7 @@ def ppo(data: Path, checkpoint: Path, output: Path, options: argparse.Namespace)
             ),
         ],
         output / "ppo.log",
-        keep=("iteration ", "Error", "fresh"),
+        keep=("iteration ", "Error", "fresh values"),
     )
 
 
@@ -159,7 +159,8 @@ def report(output: Path, seconds: float) -> None:
         f"reward {summary['reward_first']:.4f} -> {summary['reward_last']:.4f} "
         f"(+{rise:.4f}, {rise / error:.1f} standard errors); explained variance {summary['explained_variance']:.2f}; "
         f"iteration {iteration_s:.2f} s, actor and critic trained at the same time for "
-        f"{summary['concurrent_s_per_iteration']:.2f} s of it"
+        f"{summary['concurrent_s_per_iteration']:.2f} s of it",
+        soft_wrap=True,
     )
     for what, path in (
         ("trace", "trace.json"),
@@ -168,7 +169,7 @@ def report(output: Path, seconds: float) -> None:
         ("metrics", "metrics.jsonl"),
         ("summary", "summary.json"),
     ):
-        console.print(f"{what:>12}: {output / path}")
+        console.print(f"{what:>12}: {output / path}", soft_wrap=True)
     console.print(f"{'total':>12}: {seconds:.0f} s")
 
 
@@ -183,7 +184,7 @@ def main() -> None:
     )
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument(
-        "--lr", type=float, default=1e-3, help="of the actor; the critic's is three times that"
+        "--lr", type=float, default=5e-4, help="of the actor; the critic's is three times that"
     )
     options = parser.parse_args()
     started_s = time.monotonic()

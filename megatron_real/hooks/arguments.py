@@ -139,9 +139,13 @@ def apply_plan(args: Namespace, plan: Plan, argv: Sequence[str], *, source: str 
 
 
 def wrap_add_arguments(original: Callable[[ArgumentParser], ArgumentParser]) -> Callable[..., ArgumentParser]:
-    """`megatron.training.arguments.add_megatron_arguments` with our group."""
+    """`megatron.training.arguments.add_megatron_arguments` with our group.
+
+    What it returns raises a ConfigError when the command line has `--yaml-cfg` beside `--real-plan`.
+    """
 
     def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
+        _refuse_yaml(sys.argv[1:])
         return add_real_arguments(original(parser))
 
     add_megatron_arguments.__wrapped__ = original  # type: ignore[attr-defined]
@@ -166,6 +170,15 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
     validate_args.__wrapped__ = original  # type: ignore[attr-defined]
     return validate_args
+
+
+def _refuse_yaml(argv: Sequence[str]) -> None:
+    flags = {argument.partition("=")[0] for argument in argv}
+    if {"--yaml-cfg", "--real-plan"} <= flags:
+        raise ConfigError(
+            "command line: found --yaml-cfg beside --real-plan; expected one of them: Megatron does not validate "
+            "arguments from YAML where a plan could be applied. Give the arguments as flags."
+        )
 
 
 def _train_placement(plan: Plan, source: str) -> tuple[str, Placement]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy as copy_module
 import json
+import pickle
 import shutil
 from argparse import Namespace
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import CheckpointingException, ShardedBase, ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_real.errors import ConfigError, Problem, raise_problems
 from megatron_real.hooks.model_builder import RoleModel
@@ -68,6 +70,10 @@ def find_checkpoint(folder: str | Path, iteration: int | None = None) -> Path:
             f"checkpoint {found}: found Megatron's legacy format (mp_rank_* folders); expected torch_dist. Convert it: "
             "start the training script that wrote it with --ckpt-convert-format torch_dist."
         )
+    if not (found / ".metadata").exists() and (found / "metadata.json").exists():
+        raise ConfigError(
+            f"checkpoint {found}: found no .metadata; the checkpoint is incomplete: its save did not end. Give another."
+        )
     if not dist_checkpointing.check_is_distributed_checkpoint(str(found)):
         raise ConfigError(f"checkpoint {found}: found no metadata.json; expected a Megatron torch_dist checkpoint.")
     return found
@@ -87,8 +93,18 @@ def _tracked(root: Path) -> str:
 
 
 def read_common(found: Path) -> dict[str, Any]:
-    """What a checkpoint stores besides tensors (``args``, ``iteration``, ...). No collective."""
-    return dist_checkpointing.load_common_state_dict(str(found))
+    """What a checkpoint stores besides tensors (``args``, ``iteration``, ...). No collective.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return dict(dist_checkpointing.load_common_state_dict(str(found)))
+    except (CheckpointException, CheckpointingException, OSError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().splitlines()[-1]  # torch's text ends with the cause
+        raise ConfigError(
+            f"checkpoint {found}: cannot be read ({reason}). It is incomplete or damaged: give another."
+        ) from error
 
 
 def check_architecture(role: str, args: Namespace, stored: Namespace, found: Path) -> None:

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType, TracebackType
 
-from megatron_real.errors import ConfigError, RealError
+from megatron_real.errors import RealError
 from megatron_real.hooks.arguments import wrap_add_arguments, wrap_validate_args
 from megatron_real.hooks.patching import Patch, cancel_on_import, patch_on_import
 
@@ -66,12 +66,10 @@ def install() -> None:
     Raises:
         MegatronCompatError: Megatron is already imported, and a symbol is missing or has other parameters. If it is
             imported later, its import raises that.
-        ConfigError: the command line has `--yaml-cfg` beside `--real-plan`.
     """
     global _installed
     if _installed:
         return
-    _refuse_yaml(sys.argv[1:])
     patch_on_import(ARGUMENT_PATCHES)
     if any(name in sys.modules for name in _FIRST_IMPORTS):
         _install_device()
@@ -118,12 +116,3 @@ def _install_device() -> None:
     from megatron_real.hooks.cpu_device import install_cpu_device
 
     install_cpu_device()
-
-
-def _refuse_yaml(argv: Sequence[str]) -> None:
-    flags = {argument.partition("=")[0] for argument in argv}
-    if {"--yaml-cfg", "--real-plan"} <= flags:
-        raise ConfigError(
-            "command line: found --yaml-cfg beside --real-plan; expected one of them: Megatron does not validate "
-            "arguments from YAML where a plan could be applied. Give the arguments as flags."
-        )

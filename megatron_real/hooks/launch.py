@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -127,7 +128,11 @@ def prepare(options: RunOptions) -> Job:
         prompts=prompts,
         roles=setups,
         loads=loads,
-        faults=parse_faults(options.fault, names=[instruction.name for instruction in program.instructions]),
+        faults=parse_faults(
+            options.fault,
+            names=[instruction.name for instruction in program.instructions],
+            world_size=program.world_size,
+        ),
         resume=_resume_state(options, program, setups),
     )
 
@@ -224,6 +229,7 @@ def run_ppo(options: RunOptions) -> dict[str, Any] | None:
         RealError: from `prepare`, on every rank. Later failures of any rank end all of them.
     """
     cpu_device.install_cpu_device()
+    _configure_logging(int(os.environ.get("RANK", "0")))
     job = prepare(options)
     limits = Limits(dead_after_s=options.liveness.dead_after_s, stuck_after_s=options.liveness.stuck_after_s)
     _initialize_distributed(limits.stuck_after_s)
@@ -256,6 +262,17 @@ def run_ppo(options: RunOptions) -> dict[str, Any] | None:
     summary = write_reports(options.output) if rank == 0 else None
     dist.destroy_process_group()
     return summary
+
+
+def _configure_logging(rank: int) -> None:
+    """Plain lines of rank 0, warnings of every rank with its name; Megatron's set-up messages stay out."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    ours = logging.getLogger("megatron_real")
+    ours.handlers = [handler]
+    ours.propagate = False
+    ours.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logging.getLogger("megatron.core").setLevel(logging.WARNING)
 
 
 def _initialize_distributed(timeout_s: float) -> None:

@@ -287,7 +287,7 @@ class MegatronBackend:
                 owner=key.mesh.start,
             )
         if self.rank == 0:
-            checkpoint.write_run_state(folder, {**state, "iteration": iteration})
+            checkpoint.write_run_state(folder, {"iteration": iteration, "algorithm": dict(state)})
 
     def _trained(self) -> list[str]:
         return [model for model in self.program.graph.models if self.program.graph.trained(model)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,9 @@ class RoleModel:
     init_seed: int = 1234
     use_te: bool = False
     """Layers of TransformerEngine instead of Megatron's own."""
+    provider: Callable[..., MegatronModule] | None = None
+    """Builds a chunk in place of `GPTModel`, as a launch script's ``model_provider`` does: called with ``config``,
+    ``pg_collection``, ``pre_process``, ``post_process`` and ``vp_stage``, under the chunk's layout."""
 
     @property
     def ties(self) -> bool:
@@ -194,13 +197,28 @@ def _build_chunk(
     assert groups is not None
     stage = groups.pp.rank()
     last = stage == layout.pp - 1 and index == layout.vpp - 1
-    chunk = GPTModel(
+    common = {
+        "config": config,
+        "pg_collection": groups,
+        "pre_process": stage == 0 and index == 0,
+        "post_process": last,
+        "vp_stage": index if layout.vpp > 1 else None,
+    }
+    chunk = role.provider(**common) if role.provider is not None else _gpt_model(role, **common)
+    if last and role.scalar_head:
+        chunk.output_layer = ScalarHead(config, groups)
+    chunk.to(dtype=config.params_dtype)  # norms are made in fp32
+    for parameter in chunk.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return chunk
+
+
+def _gpt_model(role: RoleModel, *, config: TransformerConfig, **common: Any) -> MegatronModule:
+    return GPTModel(
         config=config,
         transformer_layer_spec=_layer_spec(role, config),
         vocab_size=role.padded_vocab_size,
         max_sequence_length=role.max_sequence_length,
-        pre_process=stage == 0 and index == 0,
-        post_process=last,
         parallel_output=True,
         share_embeddings_and_output_weights=role.ties,
         position_embedding_type=role.position_embedding_type,
@@ -208,15 +226,8 @@ def _build_chunk(
         rotary_percent=role.rotary_percent,
         rope_scaling=role.rope_scaling,
         rope_scaling_factor=role.rope_scaling_factor,
-        pg_collection=groups,
-        vp_stage=index if layout.vpp > 1 else None,
+        **common,
     )
-    if last and role.scalar_head:
-        chunk.output_layer = ScalarHead(config, groups)
-    chunk.to(dtype=config.params_dtype)  # norms are made in fp32
-    for parameter in chunk.parameters():
-        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    return chunk
 
 
 def _layer_spec(role: RoleModel, config: TransformerConfig) -> ModuleSpec:

@@ -12,6 +12,7 @@ import copy
 import io
 import logging
 import sys
+import traceback
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -104,17 +105,32 @@ def parse_arguments(arguments: Sequence[str], plan: Path) -> Namespace:
 
     former = sys.argv
     sys.argv = [former[0], *arguments, "--real-plan", str(plan)]
-    printed = io.StringIO()
+    printed, complaints = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed):  # five hundred lines; they stand in the checkpoint too
+        # Five hundred lines of arguments, which stand in the checkpoint too; and argparse's usage.
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
             args = parse_args()
             validate_args(args, {"tokenizer_type": "NullTokenizer"})
-    except AssertionError as error:  # Megatron asserts what users write
-        raise ConfigError(f"Megatron's arguments: {error}.") from error
+    except SystemExit as error:  # argparse
+        if not error.code:
+            sys.stdout.write(printed.getvalue())  # --help
+            raise
+        raise ConfigError(
+            f"Megatron's arguments: {_last_line(complaints.getvalue()).partition('error: ')[2]}."
+        ) from error
+    except (AssertionError, ValueError) as error:  # how Megatron refuses what users write
+        # Many of its assertions have no text: then the line says what was expected.
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise ConfigError(f"Megatron's arguments: {reason}.") from error
     finally:
         sys.argv = former
         logger.debug("%s", printed.getvalue())
+    sys.stderr.write(complaints.getvalue())
     return args
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
 
 
 def architecture_of(args: Namespace) -> dict[str, Any]:

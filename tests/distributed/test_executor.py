@@ -449,7 +449,7 @@ def test_train_saves_resumes_and_stops() -> None:
                 (3, None, ["reward"]),
                 (3, "actor_train", ["loss"]),
                 (3, "critic_train", ["loss"]),
-                (3, "iteration", ["duration_s"]),
+                (3, "iteration", ["duration_s", "tokens"]),
             ],
         )
     )

@@ -69,7 +69,9 @@ def check_failed(job: Job, fault: str) -> dict[str, Any]:
             continue
         assert job.codes[rank] == 1, f"{fault}: rank {rank}\n{job.logs()}"
         failures.append(json.loads(failure_path(job.folder, rank).read_text()))
-        named = f"megatron_real: rank {rank} ends because of rank {culprit} in iteration 1, {instruction}"
+        # The ranks of a mesh wait for each other inside a call, so those of a stuck one are named together.
+        who = "ranks 2, 3" if kinds == {"stuck"} else f"rank {culprit}"
+        named = f"megatron_real: rank {rank} ends because of {who} in iteration 1, {instruction}"
         assert named in job.log(rank), f"{fault}\n{job.logs()}"
         assert "Traceback" not in job.log(rank), f"{fault}\n{job.logs()}"
     for failure in failures:

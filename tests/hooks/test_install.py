@@ -151,10 +151,6 @@ def test_contradicting_flags_end_every_rank_with_one_clear_error(tmp_path: Path)
     [
         ([], "ConfigError: python -m megatron_real: found nothing; expected a script"),
         (["nowhere.py"], "ConfigError: python -m megatron_real: nowhere.py: no such file"),
-        (
-            [str(SCRIPT), "--real-plan", "p", "--yaml-cfg", "c"],
-            "ConfigError: command line: found --yaml-cfg beside",
-        ),
     ],
 )
 def test_the_launcher_refuses_what_it_cannot_run(arguments: list[str], message: str) -> None:

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 
 from megatron_real.errors import ConfigError, PlanError, RealError
-from megatron_real.hooks.arguments import add_real_arguments, apply_plan, wrap_validate_args
+from megatron_real.hooks.arguments import (
+    add_real_arguments,
+    apply_plan,
+    wrap_add_arguments,
+    wrap_validate_args,
+)
 from megatron_real.plan import ClusterSpec, LayoutSpec, Placement, Plan
 
 
@@ -231,6 +236,15 @@ def test_plans_that_megatrons_arguments_cannot_follow() -> None:
         apply_plan(_args(), two, [])
     with pytest.raises(PlanError, match="found no placement for 'actor_train'"):
         apply_plan(_args(), two.model_copy(update={"algorithm": "ppo"}), [])
+
+
+def test_arguments_from_yaml_are_refused_beside_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_arguments = wrap_add_arguments(lambda parser: parser)
+    monkeypatch.setattr("sys.argv", ["script", "--yaml-cfg", "c"])
+    add_arguments(ArgumentParser())
+    monkeypatch.setattr("sys.argv", ["script", "--real-plan", "p", "--yaml-cfg=c"])
+    with pytest.raises(ConfigError, match="found --yaml-cfg beside --real-plan"):
+        add_arguments(ArgumentParser())
 
 
 def test_the_group_of_flags() -> None:
