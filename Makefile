@@ -18,7 +18,7 @@ help:
 	@echo "make invariance         the same PPO run under many plans, one JSON line per plan"
 	@echo "make bench-instruction  cost of one instruction with null calls"
 
-$(STAMP): setup.py pyproject.toml megatron_real.pth .ci/find-python
+$(STAMP): setup.py megatron_real.pth .ci/find-python
 	@python="$$(PYTHON='$(PYTHON)' .ci/find-python)" && { test -x $(BIN)/python || "$$python" -m venv $(VENV); }
 	@echo "installing into $(VENV)"
 	@$(BIN)/python -m pip install --quiet --editable '.[megatron,dev]'
@@ -29,7 +29,7 @@ install: $(STAMP)
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
-test: lint
+test: $(STAMP)
 	@$(PYTEST) $(RINGS) $(PYTEST_ARGS)
 
 test-pure: $(STAMP)

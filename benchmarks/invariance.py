@@ -221,9 +221,7 @@ def case_tree(case: Case, folder: Path, iterations: int = ITERATIONS) -> dict[st
 
 def run_case(case: Case, folder: Path, iterations: int = ITERATIONS) -> list[dict[str, Any]]:
     """Run a case; what every rank saw."""
-    return run_ranks(
-        case.num_ranks, run_tree, case_tree(case, folder, iterations), iterations, timeout_s=600
-    )
+    return run_ranks(case.num_ranks, run_tree, case_tree(case, folder, iterations), iterations, timeout_s=600)
 
 
 def run_tree(tree: dict[str, Any], iterations: int) -> dict[str, Any]:

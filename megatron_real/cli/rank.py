@@ -9,7 +9,10 @@ from megatron_real.config import RunOptions
 from megatron_real.errors import RealError
 from megatron_real.hooks.install import install, report_error
 
-__all__ = ["main", "run"]
+__all__ = ["USER_ERROR", "main", "run"]
+
+USER_ERROR = 2
+"""Exit code for an error that says what to do about it."""
 
 
 def run(options: RunOptions) -> None:
@@ -26,7 +29,7 @@ def main(argv: list[str]) -> int:
         run(RunOptions.loads(Path(argv[0]).read_text()))
     except RealError as error:
         report_error(error)
-        return 2
+        return USER_ERROR
     return 0
 
 

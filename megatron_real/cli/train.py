@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ from rich.table import Table
 
 from megatron_real.algorithms.graphs import ppo_graph
 from megatron_real.cli.presets import PRESETS, preset_plan
-from megatron_real.cli.rank import run
-from megatron_real.cli.ranks import launch_ranks, rank_environment
+from megatron_real.cli.rank import USER_ERROR, run
+from megatron_real.cli.ranks import RankExit, launch_ranks, rank_environment
 from megatron_real.config import RunOptions, conf_dir
 from megatron_real.errors import ConfigError, RealError
 from megatron_real.hooks.install import report_error
@@ -35,6 +36,9 @@ __all__ = ["Job", "JobFailed", "allow_new_keys", "job_table", "main", "options_f
 
 _SUMMARY = ("reward_first", "reward_last", "iteration_s")
 """Columns of the table of a multirun, from each job's summary.json."""
+
+_ERROR = re.compile(r"(?:\[rank \d+\] )?(\w*(?:Error|Fault): .+)")
+"""A line that `megatron_real.hooks.install.report_error` writes, or the last line of a traceback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +150,7 @@ def options_from_config(config: DictConfig, folder: Path) -> RunOptions:
 
 
 def job_table(jobs: Sequence[Job]) -> Table:
-    """One row per job."""
+    """One row per job, with the overrides that not all of them share."""
     table = Table(title="jobs", title_justify="left")
     table.add_column("job", justify="right")
     table.add_column("overrides")
@@ -154,9 +158,10 @@ def job_table(jobs: Sequence[Job]) -> Table:
     for name in _SUMMARY:
         table.add_column(name, justify="right")
     table.add_column("folder")
+    shared = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     for job in jobs:
-        status = "done" if job.error is None else f"failed: {job.error.splitlines()[0][:80]}"
-        shown = " ".join(text.removeprefix("++") for text in job.overrides)
+        status = "done" if job.error is None else f"failed: {job.error.splitlines()[0][:120]}"
+        shown = " ".join(text.removeprefix("++") for text in job.overrides if text not in shared)
         table.add_row(
             str(job.number),
             shown,
@@ -181,9 +186,23 @@ def _run_job(config: DictConfig, folder: Path) -> None:
     grace_s = 2 * options.liveness.dead_after_s + 10.0
     failed = launch_ranks(command, size, folder, grace_s=grace_s)
     if failed:
-        raise JobFailed(
-            f"train: {failed[0]}, {len(failed)} of {size} ranks failed. Their output: {folder / 'logs'}."
-        )
+        raise JobFailed(_reason(folder / "logs", failed[0], num_failed=len(failed)))
+
+
+def _reason(logs: Path, first: RankExit, *, num_failed: int) -> str:
+    """Why ranks failed: the error that the first one wrote as its last word, where it did, else how it ended.
+
+    Rank 0 writes to the terminal; what all ranks refuse, the others have written too.
+    """
+    number = first.rank or 1
+    try:
+        lines = (logs / f"rank-{number}.log").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    errors = [found[1] for line in lines if (found := _ERROR.match(line))]
+    if errors and (first.rank == number or first.code == USER_ERROR):
+        return errors[-1]
+    return f"train: {first}; {num_failed} ranks failed. Their output: {logs}."
 
 
 def _cluster(tree: Mapping[str, Any]) -> ClusterSpec | None:

@@ -1,8 +1,13 @@
 """Checkpoints in Megatron's distributed format: read those that Megatron wrote, write those that Megatron reads.
 
 One directory per model. `torch.distributed.checkpoint` meets on WORLD, so every rank joins each save and load; ranks
-without the model bring nothing. What is wrong with a checkpoint (missing, legacy format, another shape) is found from its
-metadata before the first collective.
+without the model bring nothing. What is wrong with a checkpoint (missing, legacy format, another shape) is found from
+its metadata before the first collective.
+
+Invariants (tests/e2e/test_checkpoints.py):
+    - a resumed run gives the numbers of an uninterrupted one, bit for bit under the same plan;
+    - Megatron's own `load_checkpoint` reads model, optimizer and scheduler under any layout;
+    - a save that was interrupted is not taken for one: the run's state names an iteration that every model has.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import json
 import pickle
 import shutil
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +69,9 @@ def find_checkpoint(folder: str | Path, iteration: int | None = None) -> Path:
     name = f"iter_{iteration:07d}" if iteration is not None else _tracked(root)
     found = root / name
     if not found.is_dir():
-        raise ConfigError(f"checkpoint {root}: found no folder {name}; its {TRACKER} names it. The checkpoint is incomplete.")
+        raise ConfigError(
+            f"checkpoint {root}: found no folder {name}; its {TRACKER} names it. The checkpoint is incomplete."
+        )
     if any(found.glob("mp_rank_*")):
         raise ConfigError(
             f"checkpoint {found}: found Megatron's legacy format (mp_rank_* folders); expected torch_dist. Convert it: "
@@ -75,7 +82,9 @@ def find_checkpoint(folder: str | Path, iteration: int | None = None) -> Path:
             f"checkpoint {found}: found no .metadata; the checkpoint is incomplete: its save did not end. Give another."
         )
     if not dist_checkpointing.check_is_distributed_checkpoint(str(found)):
-        raise ConfigError(f"checkpoint {found}: found no metadata.json; expected a Megatron torch_dist checkpoint.")
+        raise ConfigError(
+            f"checkpoint {found}: found no metadata.json; expected a Megatron torch_dist checkpoint."
+        )
     return found
 
 
@@ -84,7 +93,9 @@ def _tracked(root: Path) -> str:
     try:
         text = tracker.read_text().strip()
     except OSError as error:
-        raise ConfigError(f"checkpoint {root}: {tracker.name} cannot be read ({error.strerror}). Give a folder that Megatron saved.") from error
+        raise ConfigError(
+            f"checkpoint {root}: {tracker.name} cannot be read ({error.strerror}). Give a folder that Megatron saved."
+        ) from error
     if text == "release":
         return "release"
     if not text.isdigit():
@@ -117,7 +128,11 @@ def check_architecture(role: str, args: Namespace, stored: Namespace, found: Pat
     ignored = {"max_position_embeddings"} if mine.get("position_embedding_type") == "rope" else set()
     raise_problems(
         (
-            Problem(path=f"--{name.replace('_', '-')}", found=repr(mine[name]), expected=f"{theirs[name]!r}, as stored")
+            Problem(
+                path=f"--{name.replace('_', '-')}",
+                found=repr(mine[name]),
+                expected=f"{theirs[name]!r}, as stored",
+            )
             for name in mine.keys() & theirs.keys() - ignored
             if mine[name] != theirs[name]
         ),
@@ -174,7 +189,9 @@ def load_copy(
             state = _model_state(copy, metadata)
             if optimizer:
                 assert copy.optimizer is not None, "a frozen copy has no optimizer to load"
-                state["optimizer"] = copy.optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)
+                state["optimizer"] = copy.optimizer.sharded_state_dict(
+                    state, is_loading=True, metadata=metadata
+                )
             _drop(state, fresh)
     loaded = dist_checkpointing.load(state, str(found), validate_access_integrity=False)
     if copy is not None:
@@ -182,15 +199,30 @@ def load_copy(
             for index, chunk in enumerate(copy.chunks):
                 name = f"model{index if len(copy.chunks) > 1 else ''}"
                 missing, _ = chunk.load_state_dict(loaded[name], strict=False)
-                unset = [key for key in missing if not key.endswith("_extra_state") and not _is_head(key, fresh)]
+                unset = [
+                    key for key in missing if not key.endswith("_extra_state") and not _is_head(key, fresh)
+                ]
                 assert not unset, f"load_state_dict left {unset} unset"
         copy.weights_arrived(version)
         if optimizer:
+            _take_learning_rates(loaded["optimizer"], copy.optimizer.param_groups)
             with copy.parallel.active():
                 copy.optimizer.load_state_dict(loaded["optimizer"])
             if copy.scheduler is not None:
                 copy.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     return fresh
+
+
+def _take_learning_rates(state: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Let this run's learning rates win over the stored ones, by which Megatron would look for parameter groups."""
+    rates = {(group.get("max_lr"), group.get("min_lr")) for group in groups}
+    if len(rates) > 1:
+        return  # groups differ in their rates, so these must be the stored ones
+    if isinstance(state, dict):
+        for stored in state.get("param_groups", ()):
+            stored["max_lr"], stored["min_lr"] = next(iter(rates))
+        for inner in state.values():
+            _take_learning_rates(inner, groups)
 
 
 def _is_head(key: str, fresh: list[str]) -> bool:
@@ -240,10 +272,18 @@ def _known_shapes(model: RoleModel) -> dict[str, _Shape]:
         groups = config.num_query_groups or heads
         qkv = (heads + 2 * groups) * config.kv_channels
         shapes["decoder.layers.self_attention.linear_qkv.weight"] = (layers, qkv, hidden)
-        shapes["decoder.layers.self_attention.linear_proj.weight"] = (layers, hidden, heads * config.kv_channels)
+        shapes["decoder.layers.self_attention.linear_proj.weight"] = (
+            layers,
+            hidden,
+            heads * config.kv_channels,
+        )
     if config.num_moe_experts is None:
         ffn = config.ffn_hidden_size
-        shapes["decoder.layers.mlp.linear_fc1.weight"] = (layers, ffn * (1 + config.gated_linear_unit), hidden)
+        shapes["decoder.layers.mlp.linear_fc1.weight"] = (
+            layers,
+            ffn * (1 + config.gated_linear_unit),
+            hidden,
+        )
         shapes["decoder.layers.mlp.linear_fc2.weight"] = (layers, hidden, ffn)
     return shapes
 
@@ -272,8 +312,8 @@ def _shown(shape: _Shape) -> str:
 def save_copy(copy: ModelCopy | None, folder: Path, iteration: int, args: Namespace, *, owner: int) -> None:
     """Write one model with its optimizer as a checkpoint that Megatron's own `load_checkpoint` reads.
 
-    Collective over WORLD; ranks outside the copy's mesh pass None. `owner` is a rank inside the mesh: what the optimizer
-    keeps besides tensors is brought from it to rank 0, which writes it.
+    Collective over WORLD; ranks outside the copy's mesh pass None. `owner` is a rank inside the mesh: what the
+    optimizer keeps besides tensors is brought from it to rank 0, which writes it.
 
     Raises:
         OSError: the folder cannot be written.
@@ -299,7 +339,9 @@ def save_copy(copy: ModelCopy | None, folder: Path, iteration: int, args: Namesp
     torch.distributed.broadcast_object_list(shared, src=owner)
     _merge(state, shared[0])
     state.update({"args": _storable(args), "checkpoint_version": 3.0, "iteration": iteration})
-    dist_checkpointing.save(state, str(target), content_metadata=dict(_CONTENT), validate_access_integrity=False)
+    dist_checkpointing.save(
+        state, str(target), content_metadata=dict(_CONTENT), validate_access_integrity=False
+    )
     if torch.distributed.get_rank() == 0:
         _write_atomically(folder / TRACKER, str(iteration))
 

@@ -322,7 +322,7 @@ def build_executor(
         backend.rank,
         acquire_groups(groups, job.program),
         device=device,
-        payload_device=device,
+        payload_device=device if "nccl" in dist.get_backend() else torch.device("cpu"),
         timeout_s=timeout_s,
     )
     transfers.connect()

@@ -149,7 +149,7 @@ def role_arguments(
         overrides: Megatron argument names (with ``-`` or ``_``) to values; they win over both.
 
     Raises:
-        ConfigError: an override that Megatron does not know.
+        ConfigError: an override that Megatron does not know, or sizes that leave no feed-forward layer.
     """
     args = copy.copy(base)
     if stored is not None:
@@ -170,6 +170,11 @@ def role_arguments(
     )
     vars(args).update(changes)
     _derive(args, changes)
+    if args.ffn_hidden_size < 1:
+        raise ConfigError(
+            f"models.{role}: found hidden_size={args.hidden_size} without ffn_hidden_size; Megatron's rule makes "
+            "that 0. Give ffn_hidden_size too."
+        )
     return args
 
 

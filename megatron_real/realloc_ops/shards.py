@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron_real.errors import PlanError, Problem, raise_problems
 
-__all__ = ["DTYPE_BYTES", "Box", "ParamTable", "Shard", "ShardEntry", "TensorSpec"]
+__all__ = ["Box", "DTYPE_BYTES", "ParamTable", "Shard", "ShardEntry", "TensorSpec", "require_same_tensors"]
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,

@@ -88,7 +88,7 @@ class TorchTransport:
             group: a gloo or NCCL group of all ranks of both layouts.
             timeout_s: how long one wait may last. A source may still be computing when a destination waits for it.
         """
-        on_cuda = dist.get_backend(group) == "nccl"
+        on_cuda = "nccl" in dist.get_backend(group)  # also of a group for both devices, "cpu:gloo,cuda:nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         if on_cuda:
             dist.all_reduce(torch.zeros(1, device=device), group=group)

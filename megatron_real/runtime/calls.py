@@ -31,7 +31,7 @@ from megatron_real.runtime.data_store import DataStore
 from megatron_real.runtime.prompts import TOKENS, PromptBatch, Tokenizer
 from megatron_real.runtime.rewards import Samples, call_reward
 
-__all__ = ["CallMetrics", "CallRunner", "Iteration", "reporting_rank"]
+__all__ = ["CallMetrics", "CallRunner", "CallSite", "Iteration", "reporting_rank"]
 
 CallMetrics = dict[str, Any]
 """Metric name -> number; under ``steps`` name -> list with one number per optimizer step."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,17 @@ from megatron_real.config import RunOptions
 from megatron_real.hooks import launch
 from megatron_real.process_groups import ProcessGroups
 
-__all__ = ["CheckedLog", "Recorder", "by_layer", "copy_weights", "load_tensors", "run", "run_tree", "tree_of"]
+__all__ = [
+    "KeptLog",
+    "Recorder",
+    "by_layer",
+    "by_parameter",
+    "copy_weights",
+    "load_tensors",
+    "run",
+    "run_tree",
+    "tree_of",
+]
 
 
 class Recorder:
@@ -43,7 +53,7 @@ class Recorder:
         self.publish(iteration, None, {})
 
 
-class CheckedLog(logging.Handler):
+class KeptLog(logging.Handler):
     """Keeps the messages of the package's loggers."""
 
     def __init__(self) -> None:
@@ -73,14 +83,14 @@ def run(case: Any, folder: Path, **options: Any) -> list[dict[str, Any]]:
     return invariance.run_ranks(case.num_ranks, run_tree, tree_of(case, folder, **options), timeout_s=300)
 
 
-def run_tree(tree: Mapping[str, Any], iterations: int | None = None) -> dict[str, Any]:
+def run_tree(tree: Mapping[str, Any], *, train: bool = True) -> dict[str, Any]:
     """On a rank: the run that `tree` describes, as `launch.run_ppo` does it, without its monitoring.
 
     Returns:
         ``tokens``, ``calls``, ``before`` and ``after`` as `invariance.run_case` has them, ``batch`` metrics by
         iteration, and the ``log``. After every save, rank 0 keeps the run's state beside it as ``run_state-N.json``.
     """
-    log = CheckedLog()
+    log = KeptLog()
     job = launch.prepare(RunOptions.from_tree(tree))
     executor, backend = launch.build_executor(job, ProcessGroups())
     tokens = invariance.record_tokens(backend)
@@ -95,7 +105,7 @@ def run_tree(tree: Mapping[str, Any], iterations: int | None = None) -> dict[str
 
     backend.save = recording_save  # type: ignore[method-assign]
     metrics = Recorder(job.first_iteration)
-    if job.options.iterations > job.first_iteration and iterations != 0:
+    if train:
         launch._train(job, executor, metrics)  # type: ignore[arg-type]
     return {
         "tokens": tokens,
@@ -121,12 +131,40 @@ def by_layer(weights: Mapping[str, torch.Tensor], model: str) -> dict[str, torch
         if role != model:
             continue
         found = re.fullmatch(r"decoder\.layers\.(.*)\[(\d+)\]", rest)
-        rest = f"decoder.layers.{found[2]}.{found[1]}" if found else rest
-        named["output_layer.weight" if rest == "value_head.weight" else rest] = value
+        named[module_name(f"decoder.layers.{found[2]}.{found[1]}" if found else rest)] = value
     return named
 
 
-def load_tensors(folder: Path, keys: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+def module_name(key: str) -> str:
+    """The parameter that a checkpoint stores under `key`: keys are those of TransformerEngine's layers, where norms are
+    parts of the linear layers behind them."""
+    for stored, name in (
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        ("value_head.weight", "output_layer.weight"),
+    ):
+        key = key.replace(stored, name)
+    return key
+
+
+def by_parameter(tensors: Mapping[str, torch.Tensor], prefix: str = "") -> dict[str, torch.Tensor]:
+    """From the keys of a checkpoint (`load_tensors`), one for all layers, to the names of an unsharded module."""
+    named = {}
+    for key, value in tensors.items():
+        name = key.removeprefix(prefix)
+        if not key.startswith(prefix) or not name.startswith(
+            ("embedding.", "decoder.", "output_layer.", "value_head.")
+        ):
+            continue
+        if name.startswith("decoder.layers."):
+            rest = name.removeprefix("decoder.layers.")
+            named |= {module_name(f"decoder.layers.{layer}.{rest}"): part for layer, part in enumerate(value)}
+        else:
+            named[module_name(name)] = value
+    return named
+
+
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Whole tensors of a torch_dist checkpoint, read by torch alone: neither Megatron nor ours takes part."""
     from torch.distributed.checkpoint import FileSystemReader, load
 
@@ -134,7 +172,7 @@ def load_tensors(folder: Path, keys: Iterable[str] | None = None) -> dict[str, t
     wanted = {
         name: torch.full(tuple(entry.size), torch.nan, dtype=entry.properties.dtype)
         for name, entry in metadata.items()
-        if hasattr(entry, "size") and (keys is None or name in set(keys))
+        if hasattr(entry, "size")
     }
     load(wanted, checkpoint_id=str(folder), no_dist=True)
     return wanted

@@ -1,4 +1,4 @@
-"""Checkpoints: resume under the same and another plan, to Megatron and back, and everything that can be wrong with one."""
+"""Checkpoints: resume under the same and another plan, to Megatron and back, and what can be wrong with one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.megatron]
 ROOT = Path(__file__).parents[2]
 VOCAB_SIZE = 257
 SMALL = {"num_layers": 2, "vocab_size": VOCAB_SIZE}
-SHAPE = PlainShape(num_layers=2, num_attention_heads=4, num_query_groups=2, vocab_size=VOCAB_SIZE)
+PADDED = 272
+"""The vocabulary in the runs of Megatron's trainer: its loss counts the padding too."""
+SHAPE = PlainShape(num_layers=2, num_attention_heads=4, num_query_groups=2, vocab_size=PADDED)
 RUN: dict[str, Any] = {
     "data": {"batch_size": 16},
     "algorithm": {
@@ -42,7 +44,10 @@ STEPS_PER_ITERATION = 2
 def case(name: str, num_ranks: int, calls: Mapping[str, Any], **megatron: Any) -> Any:
     from benchmarks import invariance
 
-    return invariance.Case(name=name, num_ranks=num_ranks, calls=calls, megatron={**SMALL, **megatron})
+    decaying = {"lr_decay_style": "linear", "min_lr": 1e-4}  # a run that goes on must know its step
+    return invariance.Case(
+        name=name, num_ranks=num_ranks, calls=calls, megatron={**SMALL, **decaying, **megatron}
+    )
 
 
 def two_ranks() -> dict[str, Any]:
@@ -103,7 +108,45 @@ def test_resume_continues_the_run(whole: Any, tmp_path: Path, plan: str) -> None
         assert relative(weight - before[name], end[name] - before[name]) <= 1e-2, name
     assert json.loads((folder / "checkpoints/run_state.json").read_text())["iteration"] == 4
     again = load(folder / "checkpoints/critic/iter_0000004")
-    assert relative(again["value_head.weight"], end["critic.value_head.weight"]) <= 1e-4
+    assert relative(again["output_layer.weight"], end["critic.value_head.weight"]) <= 1e-4
+
+
+def test_resume_with_another_learning_rate(whole: Any, tmp_path: Path) -> None:
+    """The options of the run win: nothing moves at learning rate 0."""
+    from benchmarks import invariance
+    from tests.e2e.cases import run
+
+    folder = killed_before_run_state(whole[0], tmp_path)
+    one = case("still", 1, invariance.ONE, lr=0.0, min_lr=0.0)
+    results = run(one, folder, iterations=3, resume=True, **RUN)
+    assert invariance.sampled_tokens(results) == invariance.sampled_tokens(whole[1])[2:3]
+    expected = invariance.steps(whole[1], "actor_train", "loss")[2 * STEPS_PER_ITERATION]
+    assert invariance.steps(results, "actor_train", "loss")[0] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    before, after = (invariance.assemble(results, when) for when in ("before", "after"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_resume_in_bf16_without_resident_weights(cpu_device: None, tmp_path: Path) -> None:
+    """The main parameters come back with all their bits, not from the bf16 weights."""
+    from benchmarks import invariance
+    from tests.e2e.cases import run
+
+    calls = two_ranks()
+    for name in ("actor_train", "critic_train"):
+        calls[name] = {**calls[name], "drop_trained_weights": True}
+    one = case("bf16", 2, calls, bf16=True)
+    expected = run(one, tmp_path / "whole", iterations=2, save_interval=1, **RUN)
+    shutil.copytree(tmp_path / "whole/checkpoints", tmp_path / "rest/checkpoints")
+    shutil.copy(tmp_path / "whole/checkpoints/run_state-1.json", tmp_path / "rest/checkpoints/run_state.json")
+    found = run(one, tmp_path / "rest", iterations=2, resume=True, **RUN)
+    assert invariance.sampled_tokens(found) == invariance.sampled_tokens(expected)[1:]
+    for call in ("actor_train", "critic_train"):
+        for name in ("loss", "grad_norm"):
+            rest = invariance.steps(expected, call, name)[STEPS_PER_ITERATION:]
+            assert invariance.steps(found, call, name) == rest
+    end = invariance.assemble(expected, "after")
+    for name, weight in invariance.assemble(found, "after").items():
+        assert torch.equal(weight, end[name]), name
 
 
 def kl_coefficients(results: list[dict[str, Any]]) -> list[float]:
@@ -119,27 +162,11 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
 
 
-def load(folder: Path) -> dict[str, torch.Tensor]:
-    from tests.e2e.cases import load_tensors
+def load(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """A checkpoint as torch alone reads it, by names of parameters."""
+    from tests.e2e.cases import by_parameter, load_tensors
 
-    return load_tensors(folder)
-
-
-def plain_weights(tensors: Mapping[str, torch.Tensor], prefix: str = "") -> dict[str, torch.Tensor]:
-    """From a checkpoint's tensors, one for all layers, to the names of an unsharded module."""
-    named = {}
-    for key, value in tensors.items():
-        if not key.startswith(("embedding.", "decoder.", "output_layer.", "value_head.") if not prefix else prefix):
-            continue
-        name = key.removeprefix(prefix)
-        if name.startswith("decoder.layers."):
-            rest = name.removeprefix("decoder.layers.")
-            rest = rest.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
-            rest = rest.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
-            named |= {f"decoder.layers.{layer}.{rest}": part for layer, part in enumerate(value)}
-        else:
-            named[name] = value
-    return named
+    return by_parameter(load_tensors(folder), prefix)
 
 
 # --- Megatron itself -------------------------------------------------------------------------------------------------
@@ -156,6 +183,7 @@ def script_arguments(tokens: Path, *extra: str, **changes: Any) -> list[str]:
         **MEGATRON,
         **SMALL,
         "seq_length": 32,
+        "min_lr": 1e-4,  # by which Megatron finds parameter groups
         "global_batch_size": 1,
         "calculate_per_token_loss": True,
         "attention_dropout": 0.0,
@@ -176,7 +204,9 @@ def script_arguments(tokens: Path, *extra: str, **changes: Any) -> list[str]:
 
 def run_script(arguments: list[str]) -> tuple[list[float], str]:
     """On a rank: run the script as torchrun would; the loss of every micro-batch, and what it printed."""
-    found = importlib.util.spec_from_file_location("pretrain_docstrings", ROOT / "examples/pretrain_docstrings.py")
+    found = importlib.util.spec_from_file_location(
+        "pretrain_docstrings", ROOT / "examples/pretrain_docstrings.py"
+    )
     assert found is not None
     assert found.loader is not None
     sys.argv = ["pretrain_docstrings.py", *arguments]
@@ -203,14 +233,15 @@ def run_script(arguments: list[str]) -> tuple[list[float], str]:
     return losses, printed.getvalue()
 
 
-def plain_language_model(found: Path, num_steps_taken: int, num_steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of `num_steps` steps of training on `WINDOW` from a checkpoint, Adam's state included, in plain PyTorch."""
-    tensors = load(found)
-    weights = {name: w.double().requires_grad_() for name, w in plain_weights(tensors).items()}
+def plain_language_model(
+    found: Path, num_steps_taken: int, num_steps: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of training on `WINDOW` from a checkpoint, Adam's state included, in plain PyTorch."""
+    weights = {name: w.double().requires_grad_() for name, w in load(found).items()}
     optimizer = PlainAdamW(weights, 1e-3, PlainConfig(weight_decay=0.0, clip_grad=1.0))
     optimizer._steps = num_steps_taken
     for moments, name in ((optimizer._first, "exp_avg"), (optimizer._second, "exp_avg_sq")):
-        stored = plain_weights(tensors, f"optimizer.state.{name}.")
+        stored = load(found, f"optimizer.state.{name}.")
         assert stored.keys() == weights.keys()
         moments.update({key: value.double() for key, value in stored.items()})
     assert any(value.abs().max() > 0 for value in optimizer._second.values())
@@ -248,20 +279,28 @@ def test_megatron_goes_on_from_our_actor(whole: Any, megatron_run: Any) -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
     assert expected[0] - expected[2] > 1e-3, "the steps change the loss"
     assert "successfully loaded checkpoint" in results[0][1]
-    end = plain_weights(load(saved / "iter_0000007"))
+    end = load(saved / "iter_0000007")
     for name, weight in end.items():
-        assert relative(weight[:VOCAB_SIZE], weights[name][:VOCAB_SIZE]) <= 1e-4, name
+        rows = min(PADDED, len(weight))
+        assert relative(weight[:rows], weights[name][:rows]) <= 1e-4, name
+
+
+def built(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """On a rank: a run that was built and not started."""
+    from tests.e2e.cases import run_tree
+
+    return run_tree(tree, train=False)
 
 
 def test_megatrons_checkpoint_under_another_layout(megatron_run: Any, tmp_path: Path) -> None:
     from benchmarks.invariance import assemble
-    from tests.e2e.cases import by_layer, run_tree, tree_of
+    from tests.e2e.cases import by_layer, tree_of
 
     saved, _ = megatron_run
     one = case("from Megatron", 2, two_ranks(), num_layers=2)
     model = {"actor": {"load": str(saved)}, "critic": {"load": str(saved)}}
-    results = run_ranks(2, run_tree, tree_of(one, tmp_path, model=model, **RUN), 0, timeout_s=120)
-    stored = plain_weights(load(saved / "iter_0000007"))
+    results = run_ranks(2, built, tree_of(one, tmp_path, model=model, **RUN), timeout_s=120)
+    stored = load(saved / "iter_0000007")
     weights = assemble(results, "before")
     for role in ("actor", "critic"):
         found = by_layer(weights, role)
@@ -275,13 +314,16 @@ def test_megatrons_checkpoint_under_another_layout(megatron_run: Any, tmp_path: 
             assert head.shape == (1, 32)
             assert 0.1 < head.std() < 0.3, "fresh values, as --init-method-std says"
     messages = [message for result in results for message in result["log"]]
-    assert [message for message in messages if "value_head.weight" in message and message.startswith("critic:")]
+    assert [
+        message for message in messages if "value_head.weight" in message and message.startswith("critic:")
+    ]
     assert not [message for message in messages if "fresh" in message and not message.startswith("critic:")]
 
 
 def load_critic(arguments: list[str]) -> dict[str, Any]:
     """On a rank: Megatron's `load_checkpoint` of a critic, model and optimizer; its parameters."""
     sys.argv = ["critic", *arguments]
+    from megatron.core.enums import ModelType
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -313,7 +355,9 @@ def load_critic(arguments: list[str]) -> dict[str, Any]:
             extra_args_provider=lambda parser: parser, args_defaults={"tokenizer_type": "NullTokenizer"}
         )
         initialize.initialize_megatron()
-        model, _, scheduler = setup_model_and_optimizer(provider, checkpointing_context={})
+        model, _, scheduler = setup_model_and_optimizer(
+            ModelType.encoder_or_decoder, provider, checkpointing_context={}
+        )
     (chunk,) = model
     return {
         "iteration": get_args().iteration,
@@ -331,13 +375,13 @@ def test_our_critic_in_megatron(whole: Any, tmp_path: Path) -> None:
     )
     at = arguments.index("--train-tokens")
     results = run_ranks(2, load_critic, arguments[:at] + arguments[at + 2 :], timeout_s=120)
-    stored = plain_weights(load(whole[0] / "checkpoints/critic/iter_0000004"))
+    stored = load(whole[0] / "checkpoints/critic/iter_0000004")
     seen = 0
     for stage, result in enumerate(results):
         assert result["iteration"] == 4
         for name, weight in result["weights"].items():
             name = name.replace("decoder.layers.0.", f"decoder.layers.{stage}.")
-            expected = stored["value_head.weight" if name == "output_layer.weight" else name]
+            expected = stored[name]
             rows = 1 if name == "output_layer.weight" else min(VOCAB_SIZE, len(weight))
             assert torch.equal(weight[:rows], expected[:rows]), name
             seen += 1
@@ -350,10 +394,11 @@ def test_our_critic_in_megatron(whole: Any, tmp_path: Path) -> None:
 def test_tied_embeddings_over_stages(cpu_device: None, tmp_path: Path) -> None:
     """One iteration and a save under pp=2, then a resume under tp=2, against two iterations in one process."""
     from benchmarks import invariance
-    from tests.e2e.cases import run
+    from tests.e2e.cases import by_layer, run, tree_of
 
     place = invariance.place
-    tied = {"untie_embeddings_and_output_weights": False}
+    # The runs have different lengths, over which a learning rate would decay.
+    tied = {"untie_embeddings_and_output_weights": False, "lr_decay_style": "constant"}
     plan = two_ranks()
     reference = run(case("one process", 1, invariance.ONE, **tied), tmp_path / "one", iterations=2, **RUN)
     first = run(case("stages", 2, plan, **tied), tmp_path / "two", iterations=1, **RUN)
@@ -368,6 +413,20 @@ def test_tied_embeddings_over_stages(cpu_device: None, tmp_path: Path) -> None:
     assert "actor.output_layer.weight" not in found
     for key, weight in found.items():
         assert relative(weight, expected[key]) <= 1e-4, key
+
+    # Start from it: the actor stays tied; a critic gets a head of its own and leaves the embedding alone.
+    model = {role: {"load": str(tmp_path / "two/checkpoints/actor")} for role in ("actor", "critic")}
+    one = case("from tied", 2, two_ranks(), **tied)
+    results = run_ranks(2, built, tree_of(one, tmp_path / "three", model=model, **RUN), timeout_s=120)
+    weights = invariance.assemble(results, "before")
+    stored = load(tmp_path / "two/checkpoints/actor/iter_0000002")
+    for role in ("actor", "critic"):
+        loaded = by_layer(weights, role)
+        head = loaded.pop("output_layer.weight", None)
+        assert (head is None) == (role == "actor")
+        assert loaded.keys() == stored.keys()
+        assert all(torch.equal(weight, stored[name][:VOCAB_SIZE]) for name, weight in loaded.items())
+    assert weights["critic.value_head.weight"].shape == (1, 32)
 
 
 # --- what can be wrong -----------------------------------------------------------------------------------------------
@@ -444,7 +503,7 @@ def refused(trees: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     return errors
 
 
-def test_bad_checkpoints_are_refused_before_any_collective(whole: Any, tmp_path: Path) -> None:
+def test_bad_models_are_refused_before_any_collective(whole: Any, tmp_path: Path) -> None:
     from benchmarks.invariance import ONE
     from tests.e2e.cases import tree_of
 
@@ -474,6 +533,11 @@ def test_bad_checkpoints_are_refused_before_any_collective(whole: Any, tmp_path:
         case("other", 1, ONE, hidden_size=64), other, iterations=5, resume=True, **RUN
     )
     words["resumed as another shape"] = ("another shape", "linear_qkv.weight")
+
+    # Not a checkpoint, but a model too narrow for Megatron's rule of the feed-forward width.
+    narrow = {"critic": {"megatron": {"hidden_size": 16}}}
+    trees["narrow critic"] = tree_of(case("narrow", 1, ONE), tmp_path / "narrow", model=narrow, **RUN)
+    words["narrow critic"] = ("critic", "ffn_hidden_size")
 
     (errors,) = run_ranks(1, refused, trees, timeout_s=120)
     for name, expected in words.items():

@@ -28,9 +28,11 @@ STUCK_AFTER_S = 8.0
 FAULTS = {
     # fault: (culprit, instruction, kinds)
     "kill@1:1:actor_gen": (1, "run:actor_gen", {"dead"}),
+    "kill@2:1:realloc:actor_gen": (2, "realloc:actor_gen", {"dead"}),
     "kill@0:1:actor_train": (0, "run:actor_train", {"dead", "silent"}),
     "kill@3:1:save": (3, "save", {"dead"}),
-    "stop@2:1:realloc:actor_gen": (2, "realloc:actor_gen", {"silent"}),
+    "stop@3:1:actor_gen": (3, "run:actor_gen", {"silent"}),
+    "stop@1:1:realloc:actor_gen": (1, "realloc:actor_gen", {"silent"}),
     "stop@0:1:actor_train": (0, "run:actor_train", {"dead", "silent"}),
     "raise@1:1:actor_train": (1, "run:actor_train", {"raised"}),
     "sleep@2:1:critic_train:600": (2, "run:critic_train", {"stuck"}),

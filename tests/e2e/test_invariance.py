@@ -1,4 +1,4 @@
-"""The short form of `make invariance`: two optimizer steps under two plans against one process, and bf16 bit for bit."""
+"""The short form of `make invariance`: two optimizer steps, two plans against one process, and bf16 bit for bit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_bf16_is_bit_equal_without_resident_weights(cpu_device: None, tmp_path: 
     from benchmarks import invariance
 
     runs = [
-        run("bf16", 4, invariance.demo_calls(drop=drop), tmp_path / str(drop), bf16=True)[1] for drop in (False, True)
+        run("bf16", 4, invariance.demo_calls(drop=drop), tmp_path / str(drop), bf16=True)[1]
+        for drop in (False, True)
     ]
     line = invariance.compare_bits(*runs)
     assert line["ok"], line

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +45,14 @@ CASES: dict[str, dict[str, Any]] = {
             "reward_scale": 2.0,
             "reward_clip": 0.5,
         },
-        "critic": {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 2, "ffn_hidden_size": 24, "lr": 1e-2},
+        "critic": {
+            "num_layers": 1,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "num_query_groups": 2,
+            "ffn_hidden_size": 24,
+            "lr": 1e-2,
+        },
     },
 }
 
@@ -103,7 +109,9 @@ def _perturb(copy: Any, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in chunk.named_parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-            if parameter.shape[0] > END and (name.startswith("output") or chunk.share_embeddings_and_output_weights):
+            if parameter.shape[0] > END and (
+                name.startswith("output") or chunk.share_embeddings_and_output_weights
+            ):
                 parameter[END] *= 5.0
     copy.weights_arrived(0)
 
@@ -137,7 +145,9 @@ def _run(trees: Mapping[str, Any]) -> dict[str, Any]:
         backend.generate = noting_generate  # type: ignore[method-assign]
         calls = executor.run_iteration(0, job.prompts.batch(0)).calls
         (batch,) = generated
-        tokens = dict(zip(batch.ids, zip(batch.split("tokens"), batch.prompt_lengths, strict=True), strict=True))
+        tokens = dict(
+            zip(batch.ids, zip(batch.split("tokens"), batch.prompt_lengths, strict=True), strict=True)
+        )
         results[name] = {
             "samples": [(t[:p].tolist(), t[p:].tolist()) for t, p in (tokens[i] for i in sorted(tokens))],
             "batch": notes.batch,
@@ -193,7 +203,9 @@ def expected(runs: dict[str, Any]) -> dict[str, Any]:
     for name, run in runs.items():
         actor = {**MEGATRON, **CASES[name]["megatron"]}
         critic = {**actor, **CASES[name]["critic"]}
-        algorithm = {k: v for k, v in run["tree"]["algorithm"].items() if k not in ("max_new_tokens", "top_k")}
+        algorithm = {
+            k: v for k, v in run["tree"]["algorithm"].items() if k not in ("max_new_tokens", "top_k")
+        }
         results[name] = reference_iteration(
             run["before"]["actor"],
             run["before"]["critic"],

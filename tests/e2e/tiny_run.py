@@ -1,6 +1,6 @@
 """Tiny PPO runs of four ranks for the end-to-end tests, and ranks that no launcher watches.
 
-`start` forks the ranks from this process, which has imported Megatron once; each then does what
+`start` forks the ranks from this process, which imports Megatron once; each then does what
 ``python -m megatron_real.cli.rank OPTIONS.json`` does, with the environment that torchrun would give it. Rank 0 serves
 the store, and nothing ends a rank but the rank itself.
 """
@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import megatron_real.hooks.launch  # noqa: F401  (imported here once, so that the forked ranks need not)
 from megatron_real.cli.rank import main
 from megatron_real.cli.ranks import free_port
 
@@ -72,7 +71,9 @@ CALLS = {
 """Every call in a layout of its own; actor and critic train at the same time on disjoint pairs."""
 
 
-def write_run(folder: Path, *, calls: Mapping[str, Any] = CALLS, ranks: int = 4, **changes: Any) -> dict[str, Any]:
+def write_run(
+    folder: Path, *, calls: Mapping[str, Any] = CALLS, ranks: int = 4, **changes: Any
+) -> dict[str, Any]:
     """Write plan and prompts into `folder`; the options of a run of two iterations, as a tree, with `changes`."""
     folder.mkdir(parents=True, exist_ok=True)
     plan = {"algorithm": "ppo", "cluster": {"devices_per_node": ranks}, "calls": calls}
@@ -136,6 +137,8 @@ class Job:
 
 def start(tree: Mapping[str, Any], *, size: int = 4, tag: str = "run") -> Job:
     """Start the ranks of a run without a launcher."""
+    import megatron_real.hooks.launch  # noqa: F401  (here once, so that the forked ranks need not)
+
     folder = Path(tree["output"])
     options = folder / f"input-options-{tag}.json"
     options.write_text(json.dumps(tree))

@@ -127,12 +127,14 @@ def test_jobs_run_in_turn_with_a_folder_each_past_a_failed_one(
     rows = [
         [cell.strip() for cell in line.split("│")[1:-1]]
         for line in output.splitlines()
-        if "runs/sweep/" in line
+        if line.split("│")[-2:-1] and line.split("│")[-2].strip().startswith("runs/sweep/")
     ]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     assert [row[2].split(":")[0] for row in rows] == ["done", "failed", "done", "done"]
     assert [row[4] for row in rows] == ["0.5", "", "2.5", "3.5"]
-    assert output.count("seed=2") == 2
+    assert [row[1] for row in rows] == [
+        f"plan={plan} seed={seed}" for plan in ("symmetric", "split") for seed in (1, 2)
+    ]
 
 
 def test_jobs_under_torchrun_are_refused(
@@ -148,6 +150,16 @@ def test_jobs_under_torchrun_are_refused(
 def test_how_a_rank_ended_in_words() -> None:
     assert str(RankExit(rank=3, code=1)) == "rank 3 ended with exit code 1"
     assert str(RankExit(rank=3, code=-9)) == "rank 3 was ended by SIGKILL"
+
+
+def test_a_failed_job_says_what_its_rank_said(tmp_path: Path) -> None:
+    (tmp_path / "rank-1.log").write_text("noise\n[rank 1] ConfigError: this is wrong.\n")
+    (tmp_path / "rank-2.log").write_text("Traceback\n  ...\nValueError: that is wrong\n")
+    refused_by_all = train._reason(tmp_path, RankExit(rank=0, code=2), num_failed=3)
+    assert refused_by_all == "ConfigError: this is wrong."
+    assert train._reason(tmp_path, RankExit(rank=2, code=1), num_failed=1) == "ValueError: that is wrong"
+    killed = train._reason(tmp_path, RankExit(rank=0, code=-9), num_failed=3)
+    assert killed == f"train: rank 0 was ended by SIGKILL; 3 ranks failed. Their output: {tmp_path}."
 
 
 def test_ports_differ() -> None:
