@@ -64,7 +64,9 @@ def main() -> None:
     config = TransformerConfig(**options, hidden_dropout=0.0, attention_dropout=0.0)
     role = RoleModel(role="actor", config=config, vocab_size=64, padded_vocab_size=64, max_sequence_length=16)
     real.add_model("actor", role, optimizer=OptimizerConfig(optimizer="adam", lr=1e-2))
-    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0)).cuda()  # or where CPU stands in
+    tokens = torch.randint(
+        64, (2, 16), generator=torch.Generator().manual_seed(0)
+    ).cuda()  # or where CPU stands in
     mask = torch.ones(1, 1, 16, 16, dtype=torch.bool, device=tokens.device).triu(1)
     inputs = (tokens, torch.arange(16, device=tokens.device).expand(2, -1), mask)
     for step in range(3):
@@ -73,10 +75,15 @@ def main() -> None:
                 if stage.model is None:
                     continue
                 if stage.optimizer is not None:
-                    print(f"step {step}: rank {rank}: loss {train_step(stage, inputs, tokens.roll(-1, 1)):.4f}", flush=True)
+                    print(
+                        f"step {step}: rank {rank}: loss {train_step(stage, inputs, tokens.roll(-1, 1)):.4f}",
+                        flush=True,
+                    )
                 logits = logits_of(stage, inputs)
                 if logits is not None:
-                    print(f"step {step}: {call} on rank {rank}: logits {logits.norm().item():.4f}", flush=True)
+                    print(
+                        f"step {step}: {call} on rank {rank}: logits {logits.norm().item():.4f}", flush=True
+                    )
     real.close()
 
 

@@ -63,9 +63,7 @@ class Problem:
         return f"{self.path}: found {self.found}; expected {self.expected}.{tail}"
 
 
-def raise_problems(
-    problems: Iterable[Problem], *, subject: str, error: type[RealError] = PlanError
-) -> None:
+def raise_problems(problems: Iterable[Problem], *, subject: str, error: type[RealError] = PlanError) -> None:
     """Raise one `error` that lists all `problems`; do nothing when there are none."""
     found: Sequence[Problem] = tuple(problems)
     if not found:

@@ -1,6 +1,7 @@
 """Put a run together: from options to models under a plan, and through the runtime.
 
-Everything that can be wrong with the input (plan, arguments, checkpoints, prompts, reward function, batch sizes) is checked
+Everything that can be wrong with the input (plan, arguments, checkpoints, prompts, reward function, batch
+sizes) is checked
 by `prepare`, on every rank alike and before the first collective. `run_ppo` then does what is collective.
 """
 
@@ -26,9 +27,9 @@ from megatron_real.algorithms.ppo import PPO
 from megatron_real.data_plan import Lengths, assign
 from megatron_real.errors import ConfigError, raise_problems
 from megatron_real.hooks import checkpoint, cpu_device, roles
-from megatron_real.hooks.model_copy import Training, require_droppable
 from megatron_real.hooks.capabilities import capability_problems
 from megatron_real.hooks.megatron_backend import MegatronBackend, RoleSetup
+from megatron_real.hooks.model_copy import Training, require_droppable
 from megatron_real.hooks.tokenizer import build_tokenizer
 from megatron_real.plan import Plan
 from megatron_real.process_groups import ProcessGroups, default_store
@@ -105,9 +106,7 @@ def prepare(options: RunOptions) -> Job:
     setups, loads = _roles(options, program, base, algorithm)
     plan.check(graph, {name: setup.model.shape() for name, setup in setups.items()}, source=str(options.plan))
     uses_te = all(setup.model.use_te for setup in setups.values())
-    raise_problems(
-        capability_problems(graph, plan, context_parallelism=uses_te), subject=str(options.plan)
-    )
+    raise_problems(capability_problems(graph, plan, context_parallelism=uses_te), subject=str(options.plan))
     prompts = Prompts.load(
         options.data.prompts,
         tokenizer,
@@ -144,7 +143,9 @@ def _roles(
     loads: dict[str, Path] = {}
     for name in options.model:
         if name not in program.graph.models:
-            raise ConfigError(f"model.{name}: found a role that the algorithm does not have; it has {list(program.graph.models)}.")
+            raise ConfigError(
+                f"model.{name}: found a role that the algorithm does not have; it has {list(program.graph.models)}."
+            )
     num_steps = options.iterations * algorithm.config.num_minibatches * algorithm.config.num_epochs
     for name in program.graph.models:
         role = options.role(name)
@@ -154,7 +155,9 @@ def _roles(
             loads[name] = checkpoint.find_checkpoint(folder)
             stored = checkpoint.read_common(loads[name]).get("args")
         own_shape = name != "actor" and role.load is not None  # the command line describes the actor
-        args = roles.role_arguments(base, stored=stored if own_shape else None, overrides=role.megatron, role=name)
+        args = roles.role_arguments(
+            base, stored=stored if own_shape else None, overrides=role.megatron, role=name
+        )
         if stored is not None:
             checkpoint.check_architecture(name, args, stored, loads[name])
         model = roles.role_model(
@@ -169,7 +172,10 @@ def _roles(
             checkpoint.check_tensors(model, loads[name])
         trained = program.graph.trained(name)
         optimizer = roles.optimizer_config(args) if trained else None
-        if optimizer is not None and program.plan.calls[program.graph.home_call(name).name].drop_trained_weights:
+        if (
+            optimizer is not None
+            and program.plan.calls[program.graph.home_call(name).name].drop_trained_weights
+        ):
             require_droppable(model, Training(optimizer=optimizer))
         setups[name] = RoleSetup(
             model=model,
@@ -191,10 +197,11 @@ def _check_batch(program: Program, algorithm: PPO, batch_size: int) -> None:
 def _check_lengths(setups: Mapping[str, RoleSetup], prompts: Prompts, max_new_tokens: int) -> None:
     longest = max(len(record.tokens) for record in prompts.records) + max_new_tokens
     for name, setup in setups.items():
-        if longest > setup.model.max_sequence_length:
+        limit = setup.model.max_sequence_length
+        if longest > limit:
             raise ConfigError(
-                f"{name}: found sequences of up to {longest} tokens (longest prompt + max_new_tokens={max_new_tokens}); "
-                f"expected at most --max-position-embeddings={setup.model.max_sequence_length}."
+                f"{name}: found sequences of up to {longest} tokens (longest prompt and "
+                f"max_new_tokens={max_new_tokens}); expected at most --max-position-embeddings={limit}."
             )
 
 
@@ -206,8 +213,8 @@ def _resume_state(
     if not options.resume:
         if state is not None:
             raise ConfigError(
-                f"output: found a run of {state['iteration']} iterations in {options.output}; expected a new folder. Give "
-                "--real-resume to go on with it, or another --real-output."
+                f"output: found a run of {state['iteration']} iterations in {options.output}; expected a new "
+                "folder. Give --real-resume to go on with it, or another --real-output."
             )
         return None
     if state is None:
@@ -235,7 +242,9 @@ def run_ppo(options: RunOptions) -> dict[str, Any] | None:
     _initialize_distributed(limits.stuck_after_s)
     store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
     if rank == 0:
-        shutil.rmtree(options.output / "trace", ignore_errors=True)  # of an earlier run, perhaps of more ranks
+        shutil.rmtree(
+            options.output / "trace", ignore_errors=True
+        )  # of an earlier run, perhaps of more ranks
     options.output.mkdir(parents=True, exist_ok=True)
     progress = Progress()
     liveness = Liveness(store, rank, world_size, folder=options.output, progress=progress, limits=limits)
@@ -313,7 +322,9 @@ def build_executor(
         if name in job.loads and (job.resume is None or setup.optimizer is None):
             fresh = backend.load(name, job.loads[name])
             if fresh and backend.rank == job.program.home(name).mesh.stop - 1:
-                logger.warning("%s: %s has no %s; it starts from fresh values", name, job.loads[name], ", ".join(fresh))
+                logger.warning(
+                    "%s: %s has no %s; it starts from fresh values", name, job.loads[name], ", ".join(fresh)
+                )
     if job.resume is not None:
         backend.resume(job.save_folder, job.first_iteration)
     device = cpu_device.device()
@@ -347,7 +358,9 @@ def _train(job: Job, executor: RankExecutor, publisher: MetricsPublisher) -> Tra
         save_folder=job.save_folder,
         save_every=job.options.save_interval or 0,
     )
-    return train(config, executor, job.prompts, publisher, state=job.resume["algorithm"] if job.resume else None)
+    return train(
+        config, executor, job.prompts, publisher, state=job.resume["algorithm"] if job.resume else None
+    )
 
 
 def write_reports(output: Path) -> dict[str, Any]:

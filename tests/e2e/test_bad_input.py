@@ -127,7 +127,9 @@ CASES = {
         says=("calls.critic_inf.layout.pp: found pp=2", "3 layers"),
     ),
     "heads not divisible": Case(
-        kind="PlanError", calls=calls(actor_train=place(0, 3, tp=3)), says=("calls.actor_train.layout.tp: found tp=3",)
+        kind="PlanError",
+        calls=calls(actor_train=place(0, 3, tp=3)),
+        says=("calls.actor_train.layout.tp: found tp=3",),
     ),
     "interleaving where there is none": Case(
         kind="PlanError",
@@ -156,36 +158,54 @@ CASES = {
         kind="ConfigError", megatron={"hidden_size": 34}, says=("Megatron's arguments", "num_attention_heads")
     ),
     "no learning rate": Case(kind="ConfigError", megatron={"lr": None}, says=("--lr",)),
-    "unknown option": Case(kind="ConfigError", options={"iteration": 3}, says=("iteration: found an unknown option",)),
+    "unknown option": Case(
+        kind="ConfigError", options={"iteration": 3}, says=("iteration: found an unknown option",)
+    ),
     "unknown option of PPO": Case(
         kind="ConfigError", options=algorithm(clip=0.1), says=("algorithm.clip: found an unknown option",)
     ),
-    "unknown role": Case(kind="ConfigError", options={"model": {"teacher": {"megatron": {"lr": 1.0}}}}, says=("model.teacher",)),
+    "unknown role": Case(
+        kind="ConfigError", options={"model": {"teacher": {"megatron": {"lr": 1.0}}}}, says=("model.teacher",)
+    ),
     "unknown override of a role": Case(
         kind="ConfigError",
         options={"model": {"critic": {"megatron": {"layers": 1}}}},
         says=("critic.layers: found an unknown Megatron argument",),
     ),
     "too long for the model": Case(
-        kind="ConfigError", options=algorithm(max_new_tokens=60), says=("66 tokens", "--max-position-embeddings=64")
+        kind="ConfigError",
+        options=algorithm(max_new_tokens=60),
+        says=("66 tokens", "--max-position-embeddings=64"),
     ),
     "a batch that cannot be cut": Case(
         kind="PlanError",
         calls=calls(actor_train={**place(0, 2, dp=2), "num_microbatches": 4}),
         says=("calls.actor_train: 8 sequences cannot be cut", "2 minibatches"),
     ),
-    "a fault that cannot be": Case(kind="ConfigError", options={"fault": ["kill@1:0:actor_sleep"]}, says=("run:actor_sleep",)),
-    "a fault of no rank": Case(kind="ConfigError", options={"fault": ["kill@7:0:actor_gen"]}, says=("rank 7",)),
-    "nothing to resume": Case(kind="ConfigError", options={"resume": True}, says=("resume: found no finished checkpoint",)),
+    "a fault that cannot be": Case(
+        kind="ConfigError", options={"fault": ["kill@1:0:actor_sleep"]}, says=("run:actor_sleep",)
+    ),
+    "a fault of no rank": Case(
+        kind="ConfigError", options={"fault": ["kill@7:0:actor_gen"]}, says=("rank 7",)
+    ),
+    "nothing to resume": Case(
+        kind="ConfigError", options={"resume": True}, says=("resume: found no finished checkpoint",)
+    ),
     "output of a finished run": Case(
         kind="ConfigError", spoil=finished_run, says=("output: found a run of 2 iterations", "--real-resume")
     ),
     # Files.
-    "prompts empty": Case(kind="ConfigError", spoil=prompts("", " "), says=("prompts.jsonl: found no prompts",)),
+    "prompts empty": Case(
+        kind="ConfigError", spoil=prompts("", " "), says=("prompts.jsonl: found no prompts",)
+    ),
     "prompts malformed": Case(
         kind="ConfigError",
         spoil=prompts('{"prompt": "a"}', '{"prompt": "b"', '{"prompt": "c"}', '{"text": "d"}'),
-        says=("prompts.jsonl: 2 problems", "line 2: found '{\"prompt\": \"b\"'", 'line 4: found no key "prompt"'),
+        says=(
+            "prompts.jsonl: 2 problems",
+            'line 2: found \'{"prompt": "b"\'',
+            'line 4: found no key "prompt"',
+        ),
     ),
     "no prompts": Case(
         kind="ConfigError",
@@ -193,14 +213,23 @@ CASES = {
         says=("data.prompts", "which is no file"),
     ),
     "reward not importable": Case(
-        kind="ConfigError", options={"reward": "no_such_rewards:f"}, says=("'no_such_rewards' cannot be imported",)
+        kind="ConfigError",
+        options={"reward": "no_such_rewards:f"},
+        says=("'no_such_rewards' cannot be imported",),
     ),
-    "no such reward": Case(kind="ConfigError", options={"reward": "rewards:beauty"}, says=("rewards has no 'beauty'",)),
+    "no such reward": Case(
+        kind="ConfigError", options={"reward": "rewards:beauty"}, says=("rewards has no 'beauty'",)
+    ),
     "checkpoint of another shape": Case(
         kind="ConfigError",
         options=STORED,
         spoil=checkpoint(num_layers=4, ffn_hidden_size=128),
-        says=("actor: checkpoint", "2 problems", "--num-layers: found 2; expected 4", "--ffn-hidden-size: found 64"),
+        says=(
+            "actor: checkpoint",
+            "2 problems",
+            "--num-layers: found 2; expected 4",
+            "--ffn-hidden-size: found 64",
+        ),
     ),
     "override unlike the checkpoint": Case(
         kind="ConfigError",
@@ -208,9 +237,24 @@ CASES = {
         spoil=checkpoint(),
         says=("critic: checkpoint", "--hidden-size: found 64; expected 32"),
     ),
-    "legacy checkpoint": Case(kind="ConfigError", options=STORED, spoil=legacy_checkpoint, says=("legacy format", "--ckpt-convert-format")),
-    "incomplete checkpoint": Case(kind="ConfigError", options=STORED, spoil=incomplete_checkpoint, says=("found no folder iter_0000020",)),
-    "no checkpoint": Case(kind="ConfigError", options=STORED, spoil=lambda folder: (folder / "stored").mkdir(), says=("latest_checkpointed_iteration.txt",)),
+    "legacy checkpoint": Case(
+        kind="ConfigError",
+        options=STORED,
+        spoil=legacy_checkpoint,
+        says=("legacy format", "--ckpt-convert-format"),
+    ),
+    "incomplete checkpoint": Case(
+        kind="ConfigError",
+        options=STORED,
+        spoil=incomplete_checkpoint,
+        says=("found no folder iter_0000020",),
+    ),
+    "no checkpoint": Case(
+        kind="ConfigError",
+        options=STORED,
+        spoil=lambda folder: (folder / "stored").mkdir(),
+        says=("latest_checkpointed_iteration.txt",),
+    ),
 }
 
 
@@ -232,7 +276,14 @@ def write_case(case: Case, folder: Path) -> dict[str, Any]:
 
 def leave_earlier_run(folder: Path) -> None:
     """What an earlier run left in the output folder."""
-    for name in ("metrics.jsonl", "summary.json", "options.json", "plan.json", "trace/rank0.jsonl", "failure-rank0.json"):
+    for name in (
+        "metrics.jsonl",
+        "summary.json",
+        "options.json",
+        "plan.json",
+        "trace/rank0.jsonl",
+        "failure-rank0.json",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"earlier {name}\n")
 
@@ -281,7 +332,9 @@ def try_cases(folder: Path) -> list[str]:
             except Exception as error:  # a test reports it, whatever it is
                 wrong.append(f"{name}: rank {rank} raised {type(error).__name__}: {error}")
                 continue
-            lines = [line for line in text.splitlines() if "Warning" not in line and "warnings.warn" not in line]
+            lines = [
+                line for line in text.splitlines() if "Warning" not in line and "warnings.warn" not in line
+            ]
             start = f"[rank {rank}] {case.kind}: "
             if code != 2 or not lines or not lines[0].startswith(start) or "Traceback" in text:
                 wrong.append(f"{name}: rank {rank} ended with {code}, {text[-2000:]}")
@@ -309,14 +362,25 @@ def test_processes_end_by_themselves(tmp_path: Path) -> None:
     prompts('{"prompt": "a"}', "oops")(tmp_path / "ranks")
     script = [
         *("-m", "megatron_real", str(EXAMPLES / "train_ppo.py"), *megatron_arguments(MEGATRON)),
-        *("--real-plan", tree["plan"], "--real-prompts", tree["data"]["prompts"], "--real-output", tree["output"]),
+        *(
+            "--real-plan",
+            tree["plan"],
+            "--real-prompts",
+            tree["data"]["prompts"],
+            "--real-output",
+            tree["output"],
+        ),
         *("--real-batch-size", "8", "--real-iterations", "1", "--real-reward", "rewards:vowel_share"),
     ]
     alone = write_run(tmp_path / "alone", reward="no_such_rewards:f")
     (tmp_path / "alone.json").write_text(json.dumps(alone))
     before = contents(tmp_path)
     port = free_port()
-    commands = [(script, 0, port), (script, 3, port), (["-m", "megatron_real.cli.rank", str(tmp_path / "alone.json")], 1, free_port())]
+    commands = [
+        (script, 0, port),
+        (script, 3, port),
+        (["-m", "megatron_real.cli.rank", str(tmp_path / "alone.json")], 1, free_port()),
+    ]
     processes = []
     for arguments, rank, rendezvous in commands:
         environment = os.environ | {
@@ -331,7 +395,11 @@ def test_processes_end_by_themselves(tmp_path: Path) -> None:
         }
         processes.append(
             subprocess.Popen(
-                [sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                [sys.executable, *arguments],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
         )
     started_s = time.monotonic()

@@ -78,7 +78,9 @@ def write_run(
     folder.mkdir(parents=True, exist_ok=True)
     plan = {"algorithm": "ppo", "cluster": {"devices_per_node": ranks}, "calls": calls}
     (folder / "input-plan.json").write_text(json.dumps(plan))
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Say {n}:"}) + "\n" for n in range(8)))
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"Say {n}:"}) + "\n" for n in range(8))
+    )
     return {
         "plan": str(folder / "input-plan.json"),
         "output": str(folder),

@@ -43,7 +43,12 @@ def test_own_trainer() -> None:
             r"step (\d): (\w+) on rank (\d): logits ([\d.]+)", "".join(output)
         )
     }
-    per_step = [("actor_train", 0), ("actor_train", 1), ("actor_inf", 3), *(("actor_gen", rank) for rank in range(4))]
+    per_step = [
+        ("actor_train", 0),
+        ("actor_train", 1),
+        ("actor_inf", 3),
+        *(("actor_gen", rank) for rank in range(4)),
+    ]
     assert set(logits) == {(step, *where) for step in range(3) for where in per_step}
     for step in range(3):
         values = [logits[step, *where] for where in per_step]

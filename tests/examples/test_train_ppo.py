@@ -64,7 +64,11 @@ def outcome(folder: Path) -> dict[str, float]:
     """The metrics of the only iteration that do not depend on the clock."""
     (row,) = read_metrics(folder / "metrics.jsonl")
     assert {"reward", "actor_train/loss", "critic_train/grad_norm"} <= row.keys()
-    return {name: value for name, value in row.items() if isinstance(value, int | float) and not name.endswith("_s")}
+    return {
+        name: value
+        for name, value in row.items()
+        if isinstance(value, int | float) and not name.endswith("_s")
+    }
 
 
 def options(folder: Path) -> RunOptions:

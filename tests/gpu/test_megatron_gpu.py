@@ -115,7 +115,10 @@ def _host_copies() -> None:
 
     with layouts() as made:
         parallel = placement(made, "d1t1p1@0-0")
-        sizes = {"hidden_size": 512, "ffn_hidden_size": 2048}  # some megabytes, well above the allocator's grain
+        sizes = {
+            "hidden_size": 512,
+            "ffn_hidden_size": 2048,
+        }  # some megabytes, well above the allocator's grain
         frozen = make_copy(parallel, tiny_role("ref", **sizes))
         bits, logits = _bits(frozen), _logits(frozen, _tokens())
         for _ in range(2):  # the second time nothing is copied out

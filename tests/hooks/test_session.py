@@ -95,5 +95,5 @@ def test_graph_of_names():
         ("actor", "inference"),
         ("actor", "train"),
     ]
-    with pytest.raises(PlanError, match="calls.actor_score: found a name without a kind"):
+    with pytest.raises(PlanError, match=r"calls\.actor_score: found a name without a kind"):
         graph_of_plan(Plan.loads(PLAN.replace("actor_inf", "actor_score")))
