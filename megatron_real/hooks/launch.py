@@ -39,6 +39,7 @@ from megatron_real.runtime.executor import RankExecutor, RunParts
 from megatron_real.runtime.faults import Fault, FaultInjector, parse_faults
 from megatron_real.runtime.liveness import Limits, Liveness
 from megatron_real.runtime.master import Master
+from megatron_real.runtime.meeting import meet
 from megatron_real.runtime.metrics import MetricsWriter, read_metrics
 from megatron_real.runtime.observers import Observers
 from megatron_real.runtime.progress import Progress
@@ -46,6 +47,7 @@ from megatron_real.runtime.prompts import PromptOptions, Prompts, Tokenizer
 from megatron_real.runtime.publication import agree_on_program, program_text
 from megatron_real.runtime.reports import MetricsPublisher
 from megatron_real.runtime.rewards import load_function
+from megatron_real.runtime.store_client import served_by_launcher
 from megatron_real.runtime.summary import summarize
 from megatron_real.runtime.trainer import TrainConfig, TrainResult, train
 from megatron_real.runtime.transfer import DataTransfers, acquire_groups
@@ -290,9 +292,13 @@ def _initialize_distributed(timeout_s: float) -> None:
     on_cuda = torch.cuda.is_available()
     if on_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=datetime.timedelta(seconds=timeout_s)
-    )
+    backend, timeout = "cpu:gloo,cuda:nccl" if on_cuda else "gloo", datetime.timedelta(seconds=timeout_s)
+    if served_by_launcher():  # which ends the other ranks when one does not come
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    store = meet(rank, world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _start_master(job: Job, liveness: Liveness) -> tuple[Master, MetricsWriter]:
