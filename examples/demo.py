@@ -50,7 +50,13 @@ def launch(name: str, script: str, arguments: list[str], log: Path, keep: tuple[
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += ["-m", "megatron_real", script, *arguments]
     console.print(f"[bold]{name}[/bold]: {shlex.join(['torchrun', *command[3:]])}", soft_wrap=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+    }
     with log.open("w") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -155,11 +161,11 @@ def report(output: Path, seconds: float) -> None:
     table.add_row("the runtime itself", "", "", f"{summary['runtime_share']:.2%} of all rank time")
     console.print(table)
     rise, error = summary["reward_last"] - summary["reward_first"], summary["reward_standard_error"]
+    sure = f", {rise / error:.1f} standard errors" if error else ""
     console.print(
-        f"reward {summary['reward_first']:.4f} -> {summary['reward_last']:.4f} "
-        f"(+{rise:.4f}, {rise / error:.1f} standard errors); explained variance {summary['explained_variance']:.2f}; "
-        f"iteration {iteration_s:.2f} s, actor and critic trained at the same time for "
-        f"{summary['concurrent_s_per_iteration']:.2f} s of it",
+        f"reward {summary['reward_first']:.4f} -> {summary['reward_last']:.4f} ({rise:+.4f}{sure}); "
+        f"explained variance {summary['explained_variance']:.2f}; iteration {iteration_s:.2f} s, actor and critic "
+        f"trained at the same time for {summary['concurrent_s_per_iteration']:.2f} s of it",
         soft_wrap=True,
     )
     for what, path in (

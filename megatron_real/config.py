@@ -315,15 +315,17 @@ def _roles(path: str | None, loads: Sequence[str]) -> dict[str, Any]:
     roles: dict[str, Any] = {}
     if path is not None:
         try:
-            roles = yaml.safe_load(Path(path).read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
+            # OmegaConf, as Hydra and --real-set: plain YAML 1.1 takes 1e-5 for text.
+            read: Any = OmegaConf.to_container(OmegaConf.load(path))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
             raise ConfigError(
                 f"--real-models: {path}: cannot be read ({error}). Give a YAML file of roles."
             ) from error
-        if not isinstance(roles, dict) or not all(isinstance(role, dict) for role in roles.values()):
+        if not isinstance(read, dict) or not all(isinstance(role, dict) for role in read.values()):
             raise ConfigError(
-                f"--real-models: {path}: found {type(roles).__name__}; expected ROLE: {{load: DIR, megatron: {{...}}}}."
+                f"--real-models: {path}: found {type(read).__name__}; expected ROLE: {{load: DIR, megatron: {{...}}}}."
             )
+        roles = read
     given: dict[str, str] = {}
     for text in loads:
         role, separator, folder = text.partition("=")

@@ -11,6 +11,7 @@ Invariants (tests/unit/test_plan.py):
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -182,8 +183,19 @@ class Plan(_Strict):
         return json.dumps(raw, indent=1) + "\n"
 
     def dump(self, path: str | Path) -> None:
-        """Write the plan to `path`."""
-        Path(path).write_text(self.dumps())
+        """Write the plan to `path`, which is never seen half written: several ranks may write the same plan."""
+        target = Path(path)
+        if target.exists() and not target.is_file():  # such as a pipe, which cannot be replaced
+            target.write_text(self.dumps())
+            return
+        target = target.resolve()
+        # Ranks on two hosts that share the folder may have the same pid.
+        temporary = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}")
+        try:
+            temporary.write_text(self.dumps())
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def check(
         self, graph: Graph, shapes: Mapping[str, ModelShape] | None = None, *, source: str = "plan.json"

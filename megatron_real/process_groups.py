@@ -85,16 +85,18 @@ class ProcessGroups:
     """The process groups of this process beside WORLD.
 
     Args:
-        timeout_s: limit for making a group and for every collective on it, in seconds.
+        timeout_s: limit for making a group, in seconds; the ranks that did not come are named.
+        operation_timeout_s: limit for every collective on a group; None takes `timeout_s`.
     """
 
-    def __init__(self, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, *, timeout_s: float = 600.0, operation_timeout_s: float | None = None) -> None:
         if not dist.is_initialized():
             raise PlanError(
                 "process groups: torch.distributed is not initialised; call init_process_group before "
                 "layouts are made."
             )
         self.timeout_s = timeout_s
+        self.operation_timeout_s = timeout_s if operation_timeout_s is None else operation_timeout_s
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         self._entries: dict[_Key, _Entry] = {}
@@ -207,7 +209,7 @@ class ProcessGroups:
     def _new(self, key: _Key, *, local: bool) -> dist.ProcessGroup:
         return dist.new_group(
             ranks=list(key.ranks),
-            timeout=datetime.timedelta(seconds=self.timeout_s),
+            timeout=datetime.timedelta(seconds=self.operation_timeout_s),
             backend=key.backend,
             use_local_synchronization=local,
             group_desc=f"megatron_real:{key.purpose}",

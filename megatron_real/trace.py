@@ -4,7 +4,9 @@ Measured spans (`Tracer`) and simulated ones have the same names, so both go thr
 
 Facts that readers of spans know:
     - ``type`` and ``model`` of a run (``type="train"``, ``model="actor"``);
-    - ``side`` of a transfer (``"send"`` or ``"receive"``);
+    - ``side`` of a transfer (``"send"`` or ``"receive"``; ``"gather"``, where ranks tell each other);
+    - ``from`` of a receiving transfer: the ranks that send something to this one, such as ``"0,2"``;
+    - ``joint`` of a run or a gathering transfer: the ranks that go through it together, such as ``"0-3"``;
     - ``bytes`` and ``tokens`` of anything.
 
 Invariants (tests/unit/test_trace.py):
@@ -69,7 +71,9 @@ class Span:
 
 
 _JOINT = (SpanKind.REALLOC, SpanKind.SAVE)
-"""Kinds of instructions that start when their last rank has entered."""
+"""Kinds of instructions that start when their last rank has entered; of others the fact ``joint`` says so."""
+
+_Key = tuple[int, str, Fact]
 
 
 class OpenSpan:
@@ -161,31 +165,46 @@ def _read_file(path: Path) -> Iterator[Span]:
 
 
 def attribute_waits(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Split the time in which a rank only waited for others off its realloc, save and transfer spans. Pure.
+    """Split the time in which a rank only waited for others off its spans. Pure.
 
-    A realloc's or save's time before its last participant entered is ``wait``; of a participant that was done
-    before the last one entered (it did not need it), the time before the last one that entered while it was
-    inside. A receiving transfer's time before its last sender started to send is ``wait``. Each rank's total time
-    stays the same. A wait keeps the instruction's name and facts.
+    Of a realloc, a save, and whatever has the fact ``joint``, the time before its last participant entered is
+    ``wait``; of a participant that was done before the last one entered (it did not need it), the time before the
+    last one that entered while it was inside. (In a call the early rank may compute first and stand still
+    later, at its first collective with the late one; it is early by the same time.) A receiving transfer's time
+    before the last of its senders started to send is ``wait``; where the fact ``from`` is missing, any rank that
+    sends may be one. Each rank's total time stays the same. A wait keeps the instruction's name and facts.
     """
     spans = tuple(spans)
-    entered: dict[tuple[int, str], list[float]] = defaultdict(list)
-    posted: dict[tuple[int, str], list[float]] = defaultdict(list)
+    entered: dict[_Key, list[float]] = defaultdict(list)
+    posted: dict[tuple[int, str], list[Span]] = defaultdict(list)
     for span in spans:
-        if span.kind in _JOINT:
-            entered[span.iteration, span.name].append(span.start_s)
+        if (key := _meeting(span)) is not None:
+            entered[key].append(span.start_s)
         elif span.kind is SpanKind.TRANSFER and span.facts.get("side") == "send":
-            posted[span.iteration, span.name].append(span.start_s)
+            posted[span.iteration, span.name].append(span)
     result: list[Span] = []
     for span in spans:
-        key = (span.iteration, span.name)
-        if span.kind in _JOINT:
+        if (key := _meeting(span)) is not None:
             result += _split(span, entered[key])
         elif span.kind is SpanKind.TRANSFER and span.facts.get("side") == "receive":
-            result += _split(span, posted.get(key, []))
+            sends = posted.get((span.iteration, span.name), [])
+            result += _split(span, [send.start_s for send in sends if _sends_to(send.rank, span)])
         else:
             result.append(span)
     return tuple(sorted(result, key=lambda span: (span.rank, span.start_s, span.end_s)))
+
+
+def _meeting(span: Span) -> _Key | None:
+    """What the spans of ranks that wait for each other have in common; None if nobody is waited for."""
+    ranks = span.facts.get("joint")
+    if span.kind in _JOINT or (ranks is not None and span.kind is not SpanKind.WAIT):
+        return span.iteration, span.name, ranks
+    return None
+
+
+def _sends_to(rank: int, receive: Span) -> bool:
+    senders = receive.facts.get("from")
+    return senders is None or str(rank) in str(senders).split(",")
 
 
 def _split(span: Span, others: Sequence[float]) -> list[Span]:

@@ -243,6 +243,9 @@ class PPO:
         prepared.put(_RETURNS, returns.float().to(device))
 
         metrics = _metrics(data, advantages, returns)
+        # Against the rewards that followed alone: returns at lam < 1 contain the values that are judged.
+        followed = gae(rewards, data["values"], lengths, gamma=config.gamma, lam=1.0) + data["values"]
+        metrics["explained_variance"] = explained_variance(data["values"], followed)
         metrics["response_length"] = sum(lengths) / max(len(lengths), 1)
         metrics["response_at_limit"] = sum(n >= config.max_new_tokens for n in lengths) / max(len(lengths), 1)
         if config.reference:
@@ -273,7 +276,6 @@ def _metrics(
         mean, variance = exact_moments(values)
         metrics[name] = mean
         metrics[f"{name}_std"] = math.sqrt(variance)
-    metrics["explained_variance"] = explained_variance(data["values"], returns)
     return metrics
 
 

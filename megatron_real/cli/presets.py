@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from megatron_real.algorithms.graphs import ppo_graph
 from megatron_real.dataflow import Graph
-from megatron_real.errors import ConfigError
+from megatron_real.errors import ConfigError, Problem, raise_problems
 from megatron_real.plan import ClusterSpec, Plan
 from megatron_real.plan_search.presets import split, symmetric
 
-__all__ = ["PRESETS", "main", "preset_plan"]
+__all__ = ["PRESETS", "cluster_spec", "main", "preset_plan"]
 
 PRESETS = ("symmetric", "split")
 
@@ -42,11 +45,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", "-o", type=Path, metavar="PLAN.JSON")
     args = parser.parse_args(argv)
     graph = ppo_graph(args.reward, reference=not args.no_reference)
-    cluster = ClusterSpec(
-        num_nodes=args.nodes,
-        devices_per_node=args.devices_per_node,
-        device=args.device,
-        device_memory=args.device_memory,
+    cluster = cluster_spec(
+        {
+            "num_nodes": args.nodes,
+            "devices_per_node": args.devices_per_node,
+            "device": args.device,
+            "device_memory": args.device_memory,
+        },
+        source="plan",
+        names={name: f"--{name.removeprefix('num_').replace('_', '-')}" for name in ClusterSpec.model_fields},
     )
     plan = preset_plan(
         args.preset, graph, cluster, layouts=args.layout, num_microbatches=args.num_microbatches
@@ -54,8 +61,38 @@ def main(argv: list[str]) -> int:
     if args.output is None:
         print(plan.dumps(), end="")
     else:
-        plan.dump(args.output)
+        try:
+            plan.dump(args.output)
+        except OSError as error:
+            raise ConfigError(
+                f"--output: {args.output}: cannot be written ({error.strerror}). Give a file in a folder that exists."
+            ) from error
     return 0
+
+
+def cluster_spec(
+    values: Mapping[str, Any], *, source: str, names: Mapping[str, str] | None = None
+) -> ClusterSpec:
+    """A cluster from options.
+
+    Args:
+        values: by field of `ClusterSpec`.
+        source: what errors begin with.
+        names: how the user knows the fields; None calls them ``cluster.FIELD``.
+
+    Raises:
+        ConfigError: listing the values that cannot be.
+    """
+    try:
+        return ClusterSpec(**values)
+    except ValidationError as error:
+        problems = []
+        for item in error.errors():
+            field = ".".join(map(str, item["loc"]))
+            path = names[field] if names is not None else f"cluster.{field}"
+            problems.append(Problem(path=path, found=repr(item["input"]), expected=item["msg"]))
+        raise_problems(problems, subject=source, error=ConfigError)
+        raise AssertionError("a validation error without problems") from error
 
 
 def preset_plan(

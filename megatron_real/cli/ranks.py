@@ -7,6 +7,7 @@ rank fails, the others get a grace period: they notice by themselves and write d
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,11 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from megatron_real.errors import ConfigError
+
 __all__ = ["RankExit", "free_port", "launch_ranks", "rank_environment"]
 
 _POLL_S = 0.1
 _TERMINATE_S = 5.0
 _TAIL_LINES = 20
+_RANGE = re.compile(r"\[(\d+)[\d,-]*\]")
+_NODE = re.compile(rf"(?:[\w.-]|{_RANGE.pattern})+(?=,|$)")
+"""The first of Slurm's nodes: ``node[01-04,07],other`` begins with ``node01``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +54,11 @@ def free_port() -> int:
 
 
 def rank_environment(base: Mapping[str, str] | None = None) -> dict[str, str] | None:
-    """What ``torchrun`` or ``srun`` says about this process, as torchrun's variables; None when neither started it."""
+    """What ``torchrun`` or ``srun`` says about this process, as torchrun's variables; None when neither started it.
+
+    Raises:
+        ConfigError: srun does not say on which host rank 0 runs.
+    """
     base = os.environ if base is None else base
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(base):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -61,9 +71,21 @@ def rank_environment(base: Mapping[str, str] | None = None) -> dict[str, str] | 
         "RANK": base["SLURM_PROCID"],
         "WORLD_SIZE": base["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": base.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": base.get("MASTER_ADDR") or base.get("SLURM_LAUNCH_NODE_IPADDR") or "127.0.0.1",
+        "MASTER_ADDR": base.get("MASTER_ADDR") or _first_host(base),
         "MASTER_PORT": base.get("MASTER_PORT") or str(20_000 + step % 20_000),
     }
+
+
+def _first_host(base: Mapping[str, str]) -> str:
+    """Where srun put task 0; ``SLURM_LAUNCH_NODE_IPADDR`` is where srun was called, perhaps a login node."""
+    nodes = base.get("SLURM_STEP_NODELIST") or base.get("SLURM_JOB_NODELIST") or ""
+    first = _NODE.match(nodes)
+    if first is None:
+        raise ConfigError(
+            f"srun: found {nodes!r} in SLURM_STEP_NODELIST and SLURM_JOB_NODELIST; expected nodes such as "
+            "node[01-04,07]. Set MASTER_ADDR to the host of rank 0."
+        )
+    return _RANGE.sub(r"\1", first[0])
 
 
 def launch_ranks(

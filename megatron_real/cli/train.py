@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_real.algorithms.graphs import ppo_graph
-from megatron_real.cli.presets import PRESETS, preset_plan
+from megatron_real.cli.presets import PRESETS, cluster_spec, preset_plan
 from megatron_real.cli.rank import USER_ERROR, run
 from megatron_real.cli.ranks import RankExit, launch_ranks, rank_environment
 from megatron_real.config import RunOptions, conf_dir
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> int:
                 overrides=tuple(settings.overrides.task),
                 folder=folder,
                 error=error,
-                summary=_summary(folder),
+                summary=_summary(folder) if error is None else {},  # else that of an earlier run
             )
         )
 
@@ -114,8 +115,10 @@ def allow_new_keys(argv: Sequence[str]) -> list[str]:
 def options_from_config(config: DictConfig, folder: Path) -> RunOptions:
     """The options of a composed configuration; a preset plan is made and written to ``folder/plan.json``.
 
+    Nothing is written unless the options are sound, and `folder` is free or its run is to go on.
+
     Raises:
-        ConfigError: listing everything that is wrong with the options.
+        ConfigError: listing everything that is wrong with the options, or there is a run in `folder`.
         PlanError: the plan cannot be made.
     """
     missing = sorted(OmegaConf.missing_keys(config))
@@ -137,9 +140,12 @@ def options_from_config(config: DictConfig, folder: Path) -> RunOptions:
         reference = tree["algorithm"].get("reference", True)
         graph = ppo_graph("model" if tree.get("reward") is None else "function", reference=bool(reference))
         plan = preset_plan(tree["plan"], graph, wanted)
-        tree["plan"] = folder / "plan.json"
-        plan.dump(tree["plan"])
+        options = _checked_options(tree, plan)
+        _refuse_other_runs(options)
+        plan.dump(folder / "plan.json")
+        return options.model_copy(update={"plan": folder / "plan.json"})
     options = RunOptions.from_tree(tree, source="train")
+    _refuse_other_runs(options)
     devices = Plan.load(options.plan).cluster.num_devices
     if wanted is not None and wanted.num_devices != devices:
         raise ConfigError(
@@ -189,6 +195,32 @@ def _run_job(config: DictConfig, folder: Path) -> None:
         raise JobFailed(_reason(folder / "logs", failed[0], num_failed=len(failed)))
 
 
+def _checked_options(tree: Mapping[str, Any], plan: Plan) -> RunOptions:
+    """The options with `plan`, which is not in the run's folder yet: its file must exist to be sound."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        plan.dump(path)
+        return RunOptions.from_tree({**tree, "plan": path}, source="train")
+
+
+def _refuse_other_runs(options: RunOptions) -> None:
+    """The ranks' own check of the run's last save, here before files of that run are written over."""
+    path = options.output / "checkpoints" / "run_state.json"
+    try:
+        state = json.loads(path.read_text()) if path.exists() else None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not JSON ({error.msg}). Remove it to start anew.") from error
+    if state is None and options.resume:
+        raise ConfigError(
+            f"resume: found no finished checkpoint in {path.parent}. Start without --real-resume."
+        )
+    if state is not None and not options.resume:
+        raise ConfigError(
+            f"output: found a run of {state['iteration']} iterations in {options.output}; expected a new "
+            "folder. Give --real-resume to go on with it, or another --real-output."
+        )
+
+
 def _reason(logs: Path, first: RankExit, *, num_failed: int) -> str:
     """Why ranks failed: the error that the first one wrote as its last word, where it did, else how it ended.
 
@@ -214,7 +246,7 @@ def _cluster(tree: Mapping[str, Any]) -> ClusterSpec | None:
         raise ConfigError(
             f"train: cluster: found {', '.join(unknown)}; expected some of {', '.join(ClusterSpec.model_fields)}."
         )
-    return ClusterSpec(**given)
+    return cluster_spec(given, source="train")
 
 
 def _summary(folder: Path) -> dict[str, Any]:

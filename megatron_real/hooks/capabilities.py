@@ -11,20 +11,19 @@ from megatron_real.plan import Placement, Plan
 __all__ = ["capability_problems"]
 
 
-def capability_problems(graph: Graph, plan: Plan, *, context_parallelism: bool) -> Iterator[Problem]:
+def capability_problems(graph: Graph, plan: Plan) -> Iterator[Problem]:
     """What in a plan this backend cannot run, each with what it can.
 
     Args:
         graph: the algorithm's.
         plan: checked against the graph.
-        context_parallelism: whether the models' attention does it (TransformerEngine's).
     """
     for call in graph.calls:
         if call.model is not None:
-            yield from _call_problems(call, plan.calls[call.name], context_parallelism)
+            yield from _call_problems(call, plan.calls[call.name])
 
 
-def _call_problems(call: Call, placement: Placement, context_parallelism: bool) -> Iterator[Problem]:
+def _call_problems(call: Call, placement: Placement) -> Iterator[Problem]:
     layout = placement.parallel
     path = f"calls.{call.name}"
     generates = call.type is CallType.GENERATE
@@ -34,11 +33,11 @@ def _call_problems(call: Call, placement: Placement, context_parallelism: bool) 
             found="true in a generate call",
             expected="false: Megatron's static inference has no sequence parallelism",
         )
-    if layout.cp > 1 and (generates or not context_parallelism):
+    if layout.cp > 1:
         yield Problem(
             path=f"{path}.layout.cp",
             found=f"cp={layout.cp}",
-            expected="1" if generates else "1: only TransformerEngine's attention does context parallelism",
+            expected="1: sequences are not split over ranks yet",
         )
     if layout.vpp > 1 and placement.num_microbatches % layout.pp:
         yield Problem(

@@ -5,7 +5,8 @@ that computed them, and only those of positions that predict a response token ar
 
 Invariants (tests/hooks/test_forward.py):
     - outputs, losses, statistics and gradient norms are the same under every layout and every cut into micro-batches;
-    - a gradient is that of the objective's sum over the *global* minibatch divided by its number of response tokens.
+    - a gradient is that of the objective's sum over the *global* minibatch divided by its number of response tokens;
+    - activations are in the ledger before they are allocated, and gone from it after the pass.
 
 Shape legend: s positions, b sequences, h hidden size, R response tokens and S sequences of a micro-batch.
 """
@@ -26,6 +27,7 @@ from megatron_real.backend import Head, Minibatch, Objective
 from megatron_real.batch import Batch
 from megatron_real.dataflow import Per
 from megatron_real.errors import PlanError, RealError
+from megatron_real.hooks.activations import declared_activations, pass_bytes
 from megatron_real.hooks.logprobs import vocab_parallel_logprobs_and_entropy
 from megatron_real.hooks.model_copy import ModelCopy
 from megatron_real.hooks.padding import PaddedMicrobatch, Positions
@@ -55,6 +57,7 @@ def infer(
 
     Raises:
         PlanError: the model has no such head, or the layout does not take these micro-batches.
+        CapacityError: the activations do not fit into the device memory; nothing has run then.
     """
     _check(copy, head)
     ids = tuple(i for part in microbatches for i in part)
@@ -69,7 +72,8 @@ def infer(
         outputs = _run_model(copy, model, next(iterator), head, temperature, with_entropy=False)
         return outputs, lambda found, non_loss_data: found[head.value]
 
-    with copy.parallel.active():
+    needed = 0 if copy.ledger is None else pass_bytes(copy, batch, [microbatches], training=False)
+    with copy.parallel.active(), declared_activations(copy, needed):
         for chunk in copy.chunks:
             chunk.eval()
         parts = run_schedule(copy, copy.chunks, forward_step, padded, train=False)
@@ -105,6 +109,8 @@ def train(
 
     Raises:
         PlanError: the copy is not trainable, or has no such head, or its layout does not take these micro-batches.
+        CapacityError: the activations do not fit into the device memory; nothing has run then.
+        RealError: a gradient is not finite, on all ranks of the mesh; the weights are spoiled then.
     """
     if copy.optimizer is None:
         raise PlanError(
@@ -113,10 +119,12 @@ def train(
     _check(copy, objective.head)
     rows: list[dict[str, torch.Tensor]] = []
     grad_norms: list[float] = []
-    with copy.parallel.active(), _training_config(copy):
+    steps = [minibatch.microbatches for minibatch in minibatches]
+    needed = 0 if copy.ledger is None else pass_bytes(copy, batch, steps, training=True)
+    with copy.parallel.active(), _training_config(copy), declared_activations(copy, needed):
         for chunk in copy.wrapped:
             chunk.train()
-        for minibatch in minibatches:
+        for number, minibatch in enumerate(minibatches, start=1):
             padded = pad_all(copy, batch, minibatch.microbatches)
             _check_length(copy, padded)
             for chunk in copy.wrapped:
@@ -124,8 +132,10 @@ def train(
             copy.optimizer.zero_grad()
             forward_step = _training_step(copy, objective, temperature, minibatch)
             sums = run_schedule(copy, copy.wrapped, forward_step, padded, train=True)
-            _, grad_norm, _ = copy.optimizer.step()
+            updated, grad_norm, _ = copy.optimizer.step()
             grad_norms.append(math.nan if grad_norm is None else float(grad_norm))
+            if updated:
+                _require_finite(copy, grad_norms[-1], f"step {number} of {len(minibatches)}")
             if copy.scheduler is not None:
                 copy.scheduler.step(increment=1)
             rows.append(_add(sums))
@@ -144,6 +154,20 @@ def _check(copy: ModelCopy, head: Head) -> None:
         raise PlanError(
             f"copy {copy.key}: found cp={copy.parallel.layout.cp}; expected cp=1: sequences are not split over "
             "context-parallel ranks here. Use tp with sp, or pp."
+        )
+
+
+def _require_finite(copy: ModelCopy, grad_norm: float, step: str) -> None:
+    """Refuse to go on after an update with a gradient that is not finite.
+
+    The norm is over the whole mesh, so all its ranks fail together. A loss scaler skips such updates, which is its way
+    of finding the scale; without one Megatron's optimizer has written the gradient into weights and moments.
+    """
+    if not math.isfinite(grad_norm):
+        raise RealError(
+            f"copy {copy.key}: found a gradient norm of {grad_norm} in optimizer {step} of the call; expected a finite "
+            "one. Its weights are spoiled and are not saved: resume from the last checkpoint, with a lower learning "
+            "rate or gradient clipping, or look at the data and rewards of this iteration."
         )
 
 

@@ -30,6 +30,7 @@ from megatron_real.backend import Sampling
 from megatron_real.batch import Batch
 from megatron_real.dataflow import Call, KeySpec, Per
 from megatron_real.errors import PlanError, RealError
+from megatron_real.hooks.activations import declared_activations, decode_bytes
 from megatron_real.hooks.model_copy import ModelCopy
 from megatron_real.hooks.padding import pad_tokens
 from megatron_real.hooks.sampling import DrawKey, check_sampling, sample, token_logprobs, uniforms
@@ -54,7 +55,7 @@ def generate(
     Collective over the copy's model-parallel ranks (and, with experts spread over data-parallel ranks, over those).
 
     Args:
-        copy: a language model; its ledger, if any, holds the cache while it lives.
+        copy: a language model; its ledger, if any, holds the cache and the activations of a pass meanwhile.
         call: keys the draws, with `iteration` and the sequence ids.
         iteration: of the run.
         prompts: sequences without responses; ``tokens`` on the first and the last pipeline stage.
@@ -70,7 +71,7 @@ def generate(
         PlanError: the copy's layout does not generate.
         RealError: a sequence without a prompt, or longer than the model's positions.
         ConfigError: sampling options that no token can be drawn with.
-        CapacityError: the cache does not fit into the device memory.
+        CapacityError: the cache, or a pass, does not fit into the device memory.
     """
     _check(copy, prompts, microbatches, sampling)
     chunk = copy.chunks[0]
@@ -82,6 +83,7 @@ def generate(
         links = _Links(copy, device)
         decodes = [_Decode.begin(prompts.select(ids), sampling, draws, device) for ids in microbatches]
         links.agree_on_passes(decodes)
+        needed = decode_bytes(copy, [(one.num_rows, one.end, one.capacity) for one in decodes])
         if ledger is not None:
             ledger.reserve(
                 owner, sum(kv_cache_bytes(chunk, one.num_rows, one.capacity - 1) for one in decodes)
@@ -89,7 +91,8 @@ def generate(
         try:
             for one in decodes:
                 one.context = StaticInferenceContext(one.num_rows, one.capacity - 1)
-            _decode_all(copy, links, decodes, sampling)
+            with declared_activations(copy, needed):
+                _decode_all(copy, links, decodes, sampling)
         finally:
             for one in decodes:
                 one.context = None

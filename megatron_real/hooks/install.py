@@ -100,8 +100,9 @@ def report_error(error: RealError) -> None:
 
     Every rank writes it: a launcher may end the others before the first one gets to it.
     """
-    rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-    sys.stderr.write(f"{rank}{type(error).__name__}: {error}\n")
+    rank = os.environ.get("RANK") if os.environ.get("WORLD_SIZE", "1") != "1" else None
+    who = f"[rank {rank}] " if rank is not None else ""
+    sys.stderr.write(f"{who}{type(error).__name__}: {error}\n")
     sys.stderr.flush()
 
 

@@ -19,16 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 
+import megatron_real
 from megatron_real.algorithms.graphs import ppo_graph
 from megatron_real.algorithms.ppo import PPO
 from megatron_real.data_plan import Lengths, assign
 from megatron_real.errors import ConfigError, raise_problems
 from megatron_real.hooks import checkpoint, cpu_device, roles
 from megatron_real.hooks.capabilities import capability_problems
-from megatron_real.hooks.megatron_backend import MegatronBackend, RoleSetup
+from megatron_real.hooks.megatron_backend import MegatronBackend, RoleSetup, check_copies
 from megatron_real.hooks.model_copy import Training, require_droppable
 from megatron_real.hooks.tokenizer import build_tokenizer
 from megatron_real.plan import Plan
@@ -36,7 +38,7 @@ from megatron_real.process_groups import ProcessGroups, default_store
 from megatron_real.program import Program, compile_program
 from megatron_real.runtime.display import Display
 from megatron_real.runtime.executor import RankExecutor, RunParts
-from megatron_real.runtime.faults import Fault, FaultInjector, parse_faults
+from megatron_real.runtime.faults import Fault, FaultInjector, parse_faults, ranks_by_instruction
 from megatron_real.runtime.liveness import Limits, Liveness
 from megatron_real.runtime.master import Master
 from megatron_real.runtime.meeting import meet
@@ -44,7 +46,7 @@ from megatron_real.runtime.metrics import MetricsWriter, read_metrics
 from megatron_real.runtime.observers import Observers
 from megatron_real.runtime.progress import Progress
 from megatron_real.runtime.prompts import PromptOptions, Prompts, Tokenizer
-from megatron_real.runtime.publication import agree_on_program, program_text
+from megatron_real.runtime.publication import agree_on_program, agreement_text
 from megatron_real.runtime.reports import MetricsPublisher
 from megatron_real.runtime.rewards import load_function
 from megatron_real.runtime.store_client import served_by_launcher
@@ -61,6 +63,9 @@ __all__ = ["Job", "build_executor", "prepare", "run_ppo", "write_reports"]
 
 logger = logging.getLogger(__name__)
 
+_BACKSTOP_S = 86_400.0
+"""Limit of a single wait on the data path. A rank may rightly wait while others run several long instructions; the
+liveness threads end a job that does not move."""
 _SCALAR_HEADS = ("critic", "reward")
 _INIT_SEED_OFFSET = {"critic": 1, "reward": 2}
 """Fresh critics and reward models differ from the actor; the reference equals it."""
@@ -107,8 +112,8 @@ def prepare(options: RunOptions) -> Job:
     algorithm = PPO(config, tokenizer.end_token, function)
     setups, loads = _roles(options, program, base, algorithm)
     plan.check(graph, {name: setup.model.shape() for name, setup in setups.items()}, source=str(options.plan))
-    uses_te = all(setup.model.use_te for setup in setups.values())
-    raise_problems(capability_problems(graph, plan, context_parallelism=uses_te), subject=str(options.plan))
+    raise_problems(capability_problems(graph, plan), subject=str(options.plan))
+    check_copies(program, setups)
     prompts = Prompts.load(
         options.data.prompts,
         tokenizer,
@@ -131,8 +136,9 @@ def prepare(options: RunOptions) -> Job:
         loads=loads,
         faults=parse_faults(
             options.fault,
-            names=[instruction.name for instruction in program.instructions],
+            names=ranks_by_instruction(program),
             world_size=program.world_size,
+            num_iterations=options.iterations,
         ),
         resume=_resume_state(options, program, setups),
     )
@@ -173,7 +179,7 @@ def _roles(
         if name in loads:
             checkpoint.check_tensors(model, loads[name])
         trained = program.graph.trained(name)
-        optimizer = roles.optimizer_config(args) if trained else None
+        optimizer = roles.optimizer_config(name, args) if trained else None
         if (
             optimizer is not None
             and program.plan.calls[program.graph.home_call(name).name].drop_trained_weights
@@ -183,7 +189,7 @@ def _roles(
             model=model,
             args=args,
             optimizer=optimizer,
-            schedule=roles.learning_schedule(args, num_steps) if trained else None,
+            schedule=roles.learning_schedule(name, args, num_steps) if trained else None,
         )
     return setups, loads
 
@@ -241,7 +247,7 @@ def run_ppo(options: RunOptions) -> dict[str, Any] | None:
     _configure_logging(int(os.environ.get("RANK", "0")))
     job = prepare(options)
     limits = Limits(dead_after_s=options.liveness.dead_after_s, stuck_after_s=options.liveness.stuck_after_s)
-    _initialize_distributed(limits.stuck_after_s)
+    _initialize_distributed()
     store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
     if rank == 0:
         shutil.rmtree(
@@ -252,16 +258,16 @@ def run_ppo(options: RunOptions) -> dict[str, Any] | None:
     liveness = Liveness(store, rank, world_size, folder=options.output, progress=progress, limits=limits)
     with liveness:
         progress.enter(job.first_iteration, 0, "set-up")
-        agree_on_program(store, rank, program_text(job.program))
+        agree_on_program(store, rank, agreement_text(job.program, _agreement(job)))
         if rank == 0:
             (options.output / "options.json").write_text(options.dumps())
-            (options.output / "plan.json").write_text(job.program.plan.dumps())
+            job.program.plan.dump(options.output / "plan.json")
         tracer = Tracer(options.output / "trace", rank)
         publisher = MetricsPublisher(store, rank)
         master, writer = _start_master(job, liveness) if rank == 0 else (None, None)
-        groups = ProcessGroups(timeout_s=limits.stuck_after_s)
+        groups = ProcessGroups(timeout_s=limits.stuck_after_s, operation_timeout_s=_BACKSTOP_S)
         observers = Observers(tracer=tracer, progress=progress, faults=FaultInjector(job.faults, rank))
-        executor, _ = build_executor(job, groups, observers, timeout_s=limits.stuck_after_s)
+        executor, _ = build_executor(job, groups, observers, timeout_s=_BACKSTOP_S)
         progress.leave()
         _train(job, executor, publisher)
         publisher.close()
@@ -275,6 +281,21 @@ def run_ppo(options: RunOptions) -> dict[str, Any] | None:
     return summary
 
 
+def _agreement(job: Job) -> dict[str, str]:
+    """What all ranks must have alike beside the program; paths may differ from machine to machine."""
+    paths = {"plan": True, "output": True, "data": {"prompts"}, "model": {"__all__": {"load"}}}
+    options = job.options.model_dump(mode="json", exclude=paths)
+    return {
+        **{f"options.{name}": json.dumps(value, sort_keys=True) for name, value in options.items()},
+        **{f"load.{name}": folder.name for name, folder in job.loads.items()},
+        "prompts": job.prompts.digest(),
+        "first_iteration": str(job.first_iteration),
+        "version.torch": torch.__version__,
+        "version.megatron-core": megatron.core.__version__,
+        "version.megatron-real": megatron_real.__version__,
+    }
+
+
 def _configure_logging(rank: int) -> None:
     """Plain lines of rank 0, warnings of every rank with its name; Megatron's set-up messages stay out."""
     handler = logging.StreamHandler(sys.stdout)
@@ -286,13 +307,19 @@ def _configure_logging(rank: int) -> None:
     logging.getLogger("megatron.core").setLevel(logging.WARNING)
 
 
-def _initialize_distributed(timeout_s: float) -> None:
+def _initialize_distributed() -> None:
     if dist.is_initialized():
         return
     on_cuda = torch.cuda.is_available()
     if on_cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend, timeout = "cpu:gloo,cuda:nccl" if on_cuda else "gloo", datetime.timedelta(seconds=timeout_s)
+        local_rank, num_devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= num_devices:
+            raise ConfigError(
+                f"LOCAL_RANK: found {local_rank} on a machine with {num_devices} GPUs; expected one rank per GPU. "
+                "Start fewer ranks here, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on the CPU."
+            )
+        torch.cuda.set_device(local_rank)
+    backend, timeout = "cpu:gloo,cuda:nccl" if on_cuda else "gloo", datetime.timedelta(seconds=_BACKSTOP_S)
     if served_by_launcher():  # which ends the other ranks when one does not come
         dist.init_process_group(backend, timeout=timeout)
         return
@@ -326,11 +353,7 @@ def build_executor(
     for name, setup in job.roles.items():
         backend.add_model(name, setup)
         if name in job.loads and (job.resume is None or setup.optimizer is None):
-            fresh = backend.load(name, job.loads[name])
-            if fresh and backend.rank == job.program.home(name).mesh.stop - 1:
-                logger.warning(
-                    "%s: %s has no %s; it starts from fresh values", name, job.loads[name], ", ".join(fresh)
-                )
+            backend.load(name, job.loads[name])
     if job.resume is not None:
         backend.resume(job.save_folder, job.first_iteration)
     device = cpu_device.device()

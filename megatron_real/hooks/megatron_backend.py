@@ -8,6 +8,7 @@ their tables. After that a realloc builds its plan the first time a pair is used
 from __future__ import annotations
 
 import dataclasses
+import logging
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ from megatron_real.backend import Head, Minibatch, Objective, Sampling
 from megatron_real.batch import Batch
 from megatron_real.dataflow import Call
 from megatron_real.device_memory import MemoryLedger
-from megatron_real.errors import ConfigError, RealError
+from megatron_real.errors import ConfigError, PlanError, RealError
 from megatron_real.hooks import checkpoint, forward, generation
-from megatron_real.hooks.model_builder import RoleModel
+from megatron_real.hooks.model_builder import RoleModel, layout_config
 from megatron_real.hooks.model_copy import ModelCopy, Training
 from megatron_real.hooks.parallel_state import ParallelLayout, ParallelLayouts
 from megatron_real.layout import Layout
@@ -40,7 +41,9 @@ from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
 from megatron_real.realloc_ops.shards import TensorSpec
 from megatron_real.realloc_ops.transports import TorchTransport
 
-__all__ = ["MegatronBackend", "RoleSetup"]
+__all__ = ["MegatronBackend", "RoleSetup", "check_copies"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,7 @@ class MegatronBackend:
             ConfigError: the program has no such model, or a trained one comes without optimizer options.
             PlanError: a copy cannot be built in its layout.
             CapacityError: this rank's copies do not fit into ``cluster.device_memory``.
+            PeerError: another rank met one of these.
         """
         if model not in self.program.graph.models:
             raise ConfigError(
@@ -109,12 +113,15 @@ class MegatronBackend:
         home = self.program.home(model)
         for key in (key for key in self.program.copies() if key.model == model):
             parallel = self._parallel[key]
-            copy = self._build_copy(key, parallel, home=key == home) if parallel.member else None
-            self._tables[key] = gather_tables(
-                copy.shards.entries if copy is not None else (), self._table_group
-            )
+            copy, entries = None, ()
+            if parallel.member:
+                try:
+                    copy = self._copies[key] = self._build_copy(key, parallel, home=key == home)
+                    entries = copy.shards.entries
+                except RealError as error:
+                    entries = error  # the other ranks hear of it in the exchange, and wait for nobody
+            self._tables[key] = gather_tables(entries, self._table_group)
             if copy is not None:
-                self._copies[key] = copy
                 if key == home:
                     copy.initialize()
                 else:
@@ -123,16 +130,16 @@ class MegatronBackend:
     def _build_copy(self, key: CopyKey, parallel: ParallelLayout, *, home: bool) -> ModelCopy:
         setup = self.roles[key.model]
         graph = self.program.graph
+        model = _model_of(self.program, key, setup)
         if not (home and graph.trained(key.model)):
-            return ModelCopy(key, setup.model, parallel, ledger=self.ledger)
+            return ModelCopy(key, model, parallel, ledger=self.ledger)
         if setup.optimizer is None:
             raise ConfigError(
                 f"models.{key.model}: found no optimizer options; expected some for a trained model."
             )
-        recompute = self.program.plan.calls[graph.home_call(key.model).name].recompute
         copy = ModelCopy(
             key,
-            dataclasses.replace(setup.model, config=_with_recomputation(setup.model.config, recompute)),
+            model,
             parallel,
             training=Training(optimizer=setup.optimizer),
             ledger=self.ledger,
@@ -255,13 +262,18 @@ class MegatronBackend:
     def load(self, model: str, found: Path) -> list[str]:
         """Fill a model's home copy from a checkpoint's iteration folder. Collective over WORLD.
 
+        A head that the checkpoint does not have is logged.
+
         Returns:
             The parameters that the checkpoint did not have (a critic's head); they keep their fresh values.
 
         Raises:
             ConfigError: the checkpoint has another shape.
         """
-        return checkpoint.load_copy(self.home(model), model, found, specs=self._specs(model))
+        fresh = checkpoint.load_copy(self.home(model), model, found, specs=self._specs(model))
+        if fresh and self.rank == 0:
+            logger.warning("%s: %s has no %s; it starts from fresh values", model, found, ", ".join(fresh))
+        return fresh
 
     def _specs(self, model: str) -> Mapping[str, TensorSpec]:
         return self._tables[self.program.home(model)].specs
@@ -302,6 +314,28 @@ class MegatronBackend:
         args.dist_ckpt_optim_fully_reshardable = True
         args.padded_vocab_size = self.roles[model].model.padded_vocab_size
         return args
+
+
+def check_copies(program: Program, setups: Mapping[str, RoleSetup]) -> None:
+    """Refuse copies that could not be built, before anything is. No collective.
+
+    Raises:
+        RealError: see `layout_config`.
+    """
+    for key in program.copies():
+        layout_config(_model_of(program, key, setups[key.model]), key.layout)
+
+
+def _model_of(program: Program, key: CopyKey, setup: RoleSetup) -> RoleModel:
+    """What a copy is made of: the role's model, in its train call with what the plan says of recomputation."""
+    if key != program.home(key.model) or not program.graph.trained(key.model):
+        return setup.model
+    recompute = program.plan.calls[program.graph.home_call(key.model).name].recompute
+    try:
+        config = _with_recomputation(setup.model.config, recompute)
+    except (AssertionError, ValueError) as error:
+        raise PlanError(f"copy {key}: Megatron refuses recompute={recompute!r}: {error}.") from error
+    return dataclasses.replace(setup.model, config=config)
 
 
 def _with_recomputation(config: TransformerConfig, recompute: str) -> TransformerConfig:

@@ -14,10 +14,11 @@ import logging
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.optimizer import OptimizerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.training import get_megatron_optimizer_config
@@ -25,6 +26,7 @@ from megatron.training.training import get_megatron_optimizer_config
 from megatron_real.errors import ConfigError, Problem, raise_problems
 from megatron_real.hooks.install import install
 from megatron_real.hooks.model_builder import RoleModel
+from megatron_real.hooks.overrides import read_overrides
 from megatron_real.model_shape import padded_vocab_size
 
 __all__ = [
@@ -93,6 +95,11 @@ _FLAT_LAYOUT = {
 }
 """What a placement decides: taken out of the arguments, to be put in again for each copy."""
 
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+_WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+_WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+
 
 def parse_arguments(arguments: Sequence[str], plan: Path) -> Namespace:
     """Parse and validate Megatron's arguments as a launch script does, under `plan`. No collective, no globals set.
@@ -119,14 +126,17 @@ def parse_arguments(arguments: Sequence[str], plan: Path) -> Namespace:
             f"Megatron's arguments: {_last_line(complaints.getvalue()).partition('error: ')[2]}."
         ) from error
     except (AssertionError, ValueError) as error:  # how Megatron refuses what users write
-        # Many of its assertions have no text: then the line says what was expected.
-        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise ConfigError(f"Megatron's arguments: {reason}.") from error
+        raise ConfigError(f"Megatron's arguments: {_reason(error)}.") from error
     finally:
         sys.argv = former
         logger.debug("%s", printed.getvalue())
     sys.stderr.write(complaints.getvalue())
     return args
+
+
+def _reason(error: Exception) -> str:
+    """What Megatron refused. Many of its assertions have no text: then the line says what was expected."""
+    return str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
 
 
 def _last_line(text: str) -> str:
@@ -135,7 +145,11 @@ def _last_line(text: str) -> str:
 
 def architecture_of(args: Namespace) -> dict[str, Any]:
     """The architecture arguments that `args` has."""
-    return {name: getattr(args, name) for name in ARCHITECTURE if hasattr(args, name)}
+    known = {name: getattr(args, name) for name in ARCHITECTURE if hasattr(args, name)}
+    if known.get("vocab_size", 0) is None:
+        # Megatron keeps only the padded size when a tokenizer decides: such a checkpoint does not say.
+        del known["vocab_size"]
+    return known
 
 
 def role_arguments(
@@ -149,26 +163,15 @@ def role_arguments(
         overrides: Megatron argument names (with ``-`` or ``_``) to values; they win over both.
 
     Raises:
-        ConfigError: an override that Megatron does not know, or sizes that leave no feed-forward layer.
+        ConfigError: an override that Megatron does not know, that the plan decides, or of another type; or sizes that
+            make no model.
     """
     args = copy.copy(base)
     if stored is not None:
         vars(args).update(architecture_of(stored))
-    changes = {name.replace("-", "_"): value for name, value in (overrides or {}).items()}
-    raise_problems(
-        (
-            Problem(
-                path=f"models.{role}.{name}",
-                found="an unknown Megatron argument",
-                expected="one of Megatron's",
-            )
-            for name in changes
-            if not hasattr(args, name)
-        ),
-        subject="models",
-        error=ConfigError,
-    )
+    changes = read_overrides(role, args, overrides or {}, decided_by_plan=_FLAT_LAYOUT.keys())
     vars(args).update(changes)
+    raise_problems(_size_problems(args), subject=f"models.{role}", error=ConfigError)
     _derive(args, changes)
     if args.ffn_hidden_size < 1:
         raise ConfigError(
@@ -178,13 +181,36 @@ def role_arguments(
     return args
 
 
+def _size_problems(args: Namespace) -> Iterator[Problem]:
+    for name in _SIZES:
+        size = getattr(args, name)
+        if size is None or size < 1:
+            yield Problem(path=name, found=repr(size), expected="at least 1")
+    if args.bf16 and args.fp16:
+        yield Problem(
+            path="bf16, fp16",
+            found="both true",
+            expected="one of them at most",
+            fix="An override of one does not switch off the other, which the actor may have on.",
+        )
+
+
 def _derive(args: Namespace, changes: Mapping[str, Any]) -> None:
-    """Redo what `validate_args` derives from the sizes that an override changed."""
-    if changes.keys() & {"hidden_size", "swiglu"} and "ffn_hidden_size" not in changes:
+    """Redo what `validate_args` derives from the arguments that an override changed."""
+    if changes.keys() & {"bf16", "fp16"}:
+        args.params_dtype = torch.bfloat16 if args.bf16 else torch.half if args.fp16 else torch.float
+    constant = args.weight_decay_incr_style == "constant"
+    if constant and changes.keys() & {"weight_decay", "weight_decay_incr_style"}:
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    if args.ffn_hidden_size is None or (
+        changes.keys() & {"hidden_size", "swiglu"} and "ffn_hidden_size" not in changes
+    ):
         args.ffn_hidden_size = (
             int((4 * args.hidden_size * 2 / 3) / 64) * 64 if args.swiglu else 4 * args.hidden_size
         )
-    if changes.keys() & {"hidden_size", "num_attention_heads"} and "kv_channels" not in changes:
+    if args.kv_channels is None or (
+        changes.keys() & {"hidden_size", "num_attention_heads"} and "kv_channels" not in changes
+    ):
         args.kv_channels = args.hidden_size // args.num_attention_heads
 
 
@@ -200,7 +226,7 @@ def role_model(
         seed: of the initial values.
 
     Raises:
-        ConfigError: the vocabulary size is not known.
+        ConfigError: the vocabulary size is not known, or Megatron refuses the architecture.
     """
     if args.vocab_size is None:
         raise ConfigError(
@@ -210,9 +236,15 @@ def role_model(
     vars(flat).update({name: value for name, value in _FLAT_LAYOUT.items() if hasattr(flat, name)})
     # Ratios compare the same network at two times: dropout would make it two networks (as in verl and TRL).
     flat.hidden_dropout = flat.attention_dropout = 0.0
+    # With it DDP sums gradients and leaves the division by all tokens to Megatron's training loop. Our objectives are
+    # normalised already and count on DDP's average: without it gradients would be dp times too large.
+    flat.calculate_per_token_loss = False
     if not use_te:
         flat.apply_rope_fusion = False  # TransformerEngine's kernel
-    config = core_transformer_config_from_args(flat)
+    try:
+        config = core_transformer_config_from_args(flat)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"models.{role}: Megatron refuses its arguments: {_reason(error)}.") from error
     return RoleModel(
         role=role,
         config=config,
@@ -233,32 +265,60 @@ def role_model(
     )
 
 
-def optimizer_config(args: Namespace) -> OptimizerConfig:
+def optimizer_config(role: str, args: Namespace) -> OptimizerConfig:
     """Megatron's optimizer options for one role.
 
     Raises:
-        ConfigError: no learning rate.
+        ConfigError: no learning rate, or an optimizer that cannot be sharded.
     """
     if args.lr is None:
-        raise ConfigError("command line: found no --lr; expected the learning rate of the optimizer.")
-    config, _ = get_megatron_optimizer_config(args)
+        raise ConfigError(f"models.{role}: found no --lr; expected the learning rate of the optimizer.")
+    if args.optimizer != "adam":
+        raise ConfigError(
+            f"models.{role}: --optimizer: found {args.optimizer!r}; expected 'adam', the only one that Megatron's "
+            "distributed optimizer shards."
+        )
+    try:
+        config, _ = get_megatron_optimizer_config(args)
+    except (AssertionError, ValueError, RuntimeError) as error:  # how Megatron refuses options
+        raise ConfigError(
+            f"models.{role}: Megatron refuses the optimizer's options: {_reason(error)}."
+        ) from error
     return config
 
 
-def learning_schedule(args: Namespace, num_steps: int) -> dict[str, Any]:
+def learning_schedule(role: str, args: Namespace, num_steps: int) -> dict[str, Any]:
     """Arguments of Megatron's `OptimizerParamScheduler`, counted in optimizer steps.
 
     Args:
-        args: of the role; ``--lr-decay-iters`` and ``--lr-warmup-iters`` count optimizer steps here.
-        num_steps: optimizer steps of the whole run, over which the rate decays if nothing else is said.
+        role: for error messages.
+        args: of the role; ``--lr-decay-iters``, ``--lr-warmup-iters`` and ``--lr-wsd-decay-iters`` count optimizer
+            steps here.
+        num_steps: optimizer steps of the whole run, over which the rate decays if nothing else is said; where the
+            warm-up is longer, the decay begins after it.
+
+    Raises:
+        ConfigError: listing every value that the scheduler would refuse.
     """
-    return {
+    warmup_steps, decay_steps = args.lr_warmup_iters or 0, args.lr_decay_iters
+    if decay_steps is None:
+        decay_steps = max(num_steps, warmup_steps + 1)
+    if args.lr_warmup_fraction is not None:
+        if warmup_steps:
+            raise ConfigError(
+                f"models.{role}: found --lr-warmup-fraction={args.lr_warmup_fraction} and "
+                f"--lr-warmup-iters={warmup_steps}; expected one of them. Drop the other."
+            )
+        warmup_steps = args.lr_warmup_fraction * decay_steps
+    schedule = {
         "init_lr": args.lr_warmup_init,
         "max_lr": args.lr,
         "min_lr": args.min_lr or 0.0,
-        "lr_warmup_steps": args.lr_warmup_iters or 0,
-        "lr_decay_steps": max(args.lr_decay_iters or num_steps, (args.lr_warmup_iters or 0) + 1),
+        "lr_warmup_steps": warmup_steps,
+        "lr_decay_steps": decay_steps,
         "lr_decay_style": args.lr_decay_style,
+        "wsd_decay_steps": args.lr_wsd_decay_iters,
+        "lr_wsd_decay_style": args.lr_wsd_decay_style,
         "start_wd": args.start_weight_decay,
         "end_wd": args.end_weight_decay,
         "wd_incr_steps": num_steps,
@@ -266,3 +326,50 @@ def learning_schedule(args: Namespace, num_steps: int) -> dict[str, Any]:
         "use_checkpoint_opt_param_scheduler": False,
         "override_opt_param_scheduler": True,
     }
+    raise_problems(_schedule_problems(args, schedule), subject=f"models.{role}", error=ConfigError)
+    return schedule
+
+
+def _schedule_problems(args: Namespace, schedule: Mapping[str, Any]) -> Iterator[Problem]:
+    """What `OptimizerParamScheduler` asserts, by the flags of the values."""
+    lr, warmup_steps, decay_steps = args.lr, schedule["lr_warmup_steps"], schedule["lr_decay_steps"]
+    by_fraction = args.lr_warmup_fraction is not None
+    constant_decay = args.weight_decay_incr_style == "constant"
+    wsd = args.lr_decay_style == "WSD"
+    start, end = args.start_weight_decay, args.end_weight_decay
+    weight_decay_fits = None not in (start, end) and (
+        0 <= start == end if constant_decay else 0 <= start <= end
+    )
+    checks: tuple[tuple[str, Any, bool, str], ...] = (
+        ("--min-lr", schedule["min_lr"], 0 <= schedule["min_lr"] <= lr, f"between 0 and --lr={lr}"),
+        ("--lr-warmup-init", args.lr_warmup_init, args.lr_warmup_init <= lr, f"at most --lr={lr}"),
+        ("--lr-decay-iters", decay_steps, decay_steps > 0, "at least 1"),
+        (
+            "--lr-warmup-fraction" if by_fraction else "--lr-warmup-iters",
+            args.lr_warmup_fraction if by_fraction else warmup_steps,
+            decay_steps <= 0 or 0 <= warmup_steps < decay_steps,
+            "at least 0 and less than 1" if by_fraction else f"less than --lr-decay-iters={decay_steps}",
+        ),
+        _choice("--lr-decay-style", args.lr_decay_style, _DECAY_STYLES),
+        (
+            "--lr-wsd-decay-iters",
+            args.lr_wsd_decay_iters,
+            not wsd or (args.lr_wsd_decay_iters or 0) > 0,
+            "at least 1 with --lr-decay-style WSD: the optimizer steps of its last phase",
+        ),
+        _choice("--lr-wsd-decay-style", args.lr_wsd_decay_style, _WSD_STYLES),
+        (
+            "--weight-decay" if constant_decay else "--start-weight-decay and --end-weight-decay",
+            f"{start} to {end}",
+            weight_decay_fits,
+            "one value of at least 0" if constant_decay else "at least 0, and no fall",
+        ),
+        _choice("--weight-decay-incr-style", args.weight_decay_incr_style, _WEIGHT_DECAY_STYLES),
+    )
+    for flag, found, fits, expected in checks:
+        if not fits:
+            yield Problem(path=flag, found=str(found), expected=expected)
+
+
+def _choice(flag: str, value: str, allowed: Sequence[str]) -> tuple[str, Any, bool, str]:
+    return flag, repr(value), value in allowed, f"one of {', '.join(allowed)}"

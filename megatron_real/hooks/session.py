@@ -58,7 +58,8 @@ def graph_of_plan(plan: Plan) -> Graph:
         PlanError: a call's name does not end in one of these.
     """
     if plan.algorithm == "ppo":
-        return ppo_graph("model")
+        # A reward function's placement looks like a reward model's: who has a function gives the graph.
+        return ppo_graph("model", reference="ref_inf" in plan.calls)
     calls = []
     for name in plan.calls:
         suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)

@@ -103,8 +103,9 @@ class ReallocExecutor:
     def run(self) -> ReallocReport:
         """Move the weights. Collective over the ranks of the plan: each runs its own part.
 
-        On CUDA it first waits for all streams, and has finished on the device when it returns, so the storage of the
-        source may be freed at once.
+        On CUDA it first waits for the current stream (let it wait for others that still touch the weights), and has
+        finished on the device when it returns, so the storage of the source may be freed at once. It does not wait
+        for the whole device: sends of other groups may be under way there that are received only after this run.
 
         Raises:
             PeerError: another rank failed or did not come.
@@ -129,7 +130,7 @@ class ReallocExecutor:
         self._report = None
         try:
             index = self._prepare()
-            self._synchronize()  # weights may still be written on another stream
+            self._synchronize()
             yield from self._exchange(index)
             if self._dst is not None:
                 self._dst.fill_duplicates()
@@ -246,7 +247,7 @@ class ReallocExecutor:
     def _synchronize(self) -> None:
         for device in self._devices():
             if device.type == "cuda":
-                torch.cuda.synchronize(device)
+                torch.cuda.current_stream(device).synchronize()
 
 
 def _finish(pending: Pending, receive: Leg | None) -> Iterator[Pending]:

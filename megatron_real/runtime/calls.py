@@ -146,11 +146,12 @@ class CallRunner:
         lengths = state.known_lengths(call)
         return sum(lengths.of(Per.TOKEN, i) for i in self._shard(self._sites[call.name], state))
 
-    def generate(self, call: Call, copy: CopyKey, state: Iteration) -> dict[int, int]:
+    def generate(self, call: Call, copy: CopyKey, state: Iteration) -> tuple[dict[int, int], int]:
         """Run a generate call.
 
         Returns:
-            Response length by sequence id, on one rank of each data-parallel shard; empty on the others.
+            Response length by sequence id, on one rank of each data-parallel shard and empty on the others; and
+            the number of tokens of the shard's sequences.
         """
         site = self._sites[call.name]
         state.assignments[call.name] = self._assign(call, state.prompt_only)
@@ -170,7 +171,8 @@ class CallRunner:
             )
         if site.keeps:
             self._keep(call, call.outputs, result, state)
-        return dict(zip(result.ids, result.response_lengths, strict=True)) if site.tells_lengths else {}
+        told = dict(zip(result.ids, result.response_lengths, strict=True)) if site.tells_lengths else {}
+        return told, sum(result.prompt_lengths) + sum(result.response_lengths)
 
     def infer(self, call: Call, copy: CopyKey, state: Iteration) -> None:
         """Run an inference call of a model; its output is its first key."""

@@ -8,14 +8,16 @@ for.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_real.backend import Algorithm, ModelBackend
 from megatron_real.data_plan import Lengths, build_transfer_plans
-from megatron_real.dataflow import CallType
+from megatron_real.dataflow import Call, CallType
 from megatron_real.errors import PlanError, Problem, RealError, raise_problems
+from megatron_real.layout import rank_groups
 from megatron_real.plan import CopyKey
 from megatron_real.program import Offload, Program, Realloc, Reload, Run, Save, Side, Step, Transfer
 from megatron_real.runtime.calls import CallMetrics, CallRunner, Iteration, reporting_rank
@@ -24,7 +26,7 @@ from megatron_real.runtime.observers import Fact, Observers
 from megatron_real.runtime.prompts import PromptBatch, Tokenizer
 from megatron_real.runtime.transfer import DataTransfers
 
-__all__ = ["IterationMetrics", "RankExecutor", "RunParts"]
+__all__ = ["IterationMetrics", "RankExecutor", "Reporter", "RunParts"]
 
 _KINDS = {
     Run: "run",
@@ -66,6 +68,26 @@ class IterationMetrics:
     """Tokens of all sequences of the iteration, where their lengths are known."""
 
 
+class Reporter(Protocol):
+    """Takes the metrics of an iteration from the executor, before a checkpoint says that the iteration is done."""
+
+    def report(self, iteration: int, metrics: IterationMetrics) -> None:
+        """All calls have run; called once per iteration, before its save. Must not block."""
+        ...
+
+    def settle(self, iteration: int) -> None:
+        """Every rank has reported, and the save is about to be written; may wait a little, must not fail."""
+        ...
+
+
+class _NoReporter:
+    def report(self, iteration: int, metrics: IterationMetrics) -> None:
+        pass
+
+    def settle(self, iteration: int) -> None:
+        pass
+
+
 class RankExecutor:
     """Runs the program of one rank.
 
@@ -92,12 +114,22 @@ class RankExecutor:
         }
         self._trained = {call.model for call in parts.program.graph.calls if call.trains}
         self._store = DataStore()
+        self._told: Mapping[int, int] | None = None
+        """Response lengths by sequence that this rank tells, from its generation until they are gathered."""
+        self._response: tuple[int, ...] | None = None
+        """Response lengths of all sequences, from their arrival until they are planned with."""
+        self._reporter: Reporter = _NoReporter()
         self._calls = CallRunner(
             parts.program, parts.rank, parts.backend, parts.algorithm, parts.tokenizer, parts.transfers.device
         )
 
     def run_iteration(
-        self, iteration: int, prompts: PromptBatch, *, save: Path | None = None
+        self,
+        iteration: int,
+        prompts: PromptBatch,
+        *,
+        save: Path | None = None,
+        reporter: Reporter | None = None,
     ) -> IterationMetrics:
         """Run one iteration; every rank calls with the same arguments.
 
@@ -105,6 +137,7 @@ class RankExecutor:
             iteration: counted from 0 over the whole run.
             prompts: of the iteration.
             save: where to write a checkpoint at the end; None skips the program's `Save`.
+            reporter: gets what this returns, before the checkpoint is written.
 
         Returns:
             Metrics of the calls that this rank reports.
@@ -114,16 +147,39 @@ class RankExecutor:
         """
         state = Iteration(number=iteration, prompts=prompts, store=self._store)
         self._store.clear()
+        self._told = self._response = None
+        self._reporter = reporter or _NoReporter()
         self.transfers.begin(iteration, len(prompts.records))
         for step, kind, facts in self._steps:
-            if kind == "save" and save is None:
-                continue
-            self._observers.progress.enter(iteration, step.index, step.name)
-            self._observers.faults.before(iteration, step.name, step.index)
-            with self._observers.tracer.span(step.name, kind, iteration, **facts) as span:
-                span.facts.update(self._execute(step, state, save))
-            self._observers.progress.leave()
+            if kind != "save":
+                self._step(step, kind, facts, state)
+        metrics = self._metrics(state)
+        # A killed run resumes after its last checkpoint: the metrics up to there must be on their way.
+        self._reporter.report(iteration, metrics)
+        for step, kind, facts in self._steps:
+            if kind == "save" and save is not None:
+                self._step(step, kind, facts, state, save)
         self.transfers.end_iteration()
+        return metrics
+
+    def _step(
+        self, step: Step, kind: str, facts: dict[str, Fact], state: Iteration, save: Path | None = None
+    ) -> None:
+        self._observers.progress.enter(state.number, step.index, step.name)
+        self._observers.faults.before(state.number, step.name, step.index)
+        with self._observers.tracer.span(step.name, kind, state.number, **facts) as span:
+            span.facts.update(self._execute(step, state, save))
+        if self._told is not None and isinstance(step.instruction, Run):
+            self._response = self._gather_lengths(step.instruction, self._told, state.number)
+            self._told = None
+        if self._response is not None:
+            # Outside of all spans: it is the runtime's own time.
+            self._learn_lengths(self._response, state)
+            self._response = None
+        self._observers.progress.leave()
+
+    @staticmethod
+    def _metrics(state: Iteration) -> IterationMetrics:
         lengths = state.lengths
         num_tokens = sum(lengths.prompt) + sum(lengths.response) if lengths is not None else 0
         return IterationMetrics(batch=state.batch_metrics, calls=state.call_metrics, num_tokens=num_tokens)
@@ -153,10 +209,10 @@ class RankExecutor:
             self._calls.function(call, state)
             return {}
         self._check_version(run, copy, state.number)
+        tokens = None
         match call.type:
             case CallType.GENERATE:
-                mine = self._calls.generate(call, copy, state)
-                self._learn_lengths(self.transfers.gather_lengths(run.mesh, mine), state)
+                self._told, tokens = self._calls.generate(call, copy, state)
             case CallType.INFERENCE:
                 self._calls.infer(call, copy, state)
             case CallType.TRAIN:
@@ -164,7 +220,15 @@ class RankExecutor:
                 self._check_advanced(run, copy, state.number)
         if run.release:
             self._backend.release(copy)
-        return {"tokens": self._calls.num_tokens(call, state)}
+        return {"tokens": self._calls.num_tokens(call, state) if tokens is None else tokens}
+
+    def _gather_lengths(self, run: Run, told: Mapping[int, int], iteration: int) -> tuple[int, ...]:
+        """The generating ranks tell each other; fast ones wait for the slowest here."""
+        if run.mesh.size == 1:
+            return self.transfers.gather_lengths(run.mesh, told)
+        name, facts = f"transfer:{run.call}>lengths", {"side": "gather", "joint": str(run.mesh)}
+        with self._observers.tracer.span(name, _KINDS[Transfer], iteration, **facts):
+            return self.transfers.gather_lengths(run.mesh, told)
 
     def _realloc(self, realloc: Realloc, state: Iteration) -> dict[str, Fact]:
         version = self._version(realloc.model, self._offsets[realloc.call], state.number)
@@ -177,11 +241,13 @@ class RankExecutor:
                 assert state.lengths is not None, "the generation has run"
                 self.transfers.send_lengths(transfer, state.lengths.response)
             else:
-                self._learn_lengths(self.transfers.receive_lengths(step.index), state)
+                self._response = self.transfers.receive_lengths(step.index)
+                return {"from": _listed(self.transfers.senders(transfer))}
             return {}
         if step.side is Side.SEND:
             return {"bytes": self.transfers.post_sends(transfer, self._store)}
-        return {"bytes": self.transfers.receive(step.index, self._store)}
+        senders = _listed(self.transfers.senders(transfer))
+        return {"from": senders, "bytes": self.transfers.receive(step.index, self._store)}
 
     def _learn_lengths(self, response: tuple[int, ...], state: Iteration) -> None:
         state.lengths = Lengths(prompt=state.prompts.prompt_lengths, response=response)
@@ -217,6 +283,8 @@ class RankExecutor:
     def _save(self, iteration: int, folder: Path) -> None:
         self.transfers.fence()
         state = self._algorithm_state()
+        self.transfers.meet()
+        self._reporter.settle(iteration)
         self._backend.save(folder, iteration + 1, state)
 
     def _algorithm_state(self) -> dict[str, Any]:
@@ -236,7 +304,9 @@ class RankExecutor:
         match step.instruction:
             case Run(call=name):
                 call = self.program.graph.call(name)
-                return {"type": str(call.type), "model": call.model}
+                facts: dict[str, Fact] = {"type": str(call.type), "model": call.model}
+                joint = self._joint_ranks(call)
+                return facts if joint is None else {**facts, "joint": joint}
             case Realloc(model=model):
                 return {"model": model}
             case Offload(copy=copy) | Reload(copy=copy):
@@ -245,6 +315,17 @@ class RankExecutor:
                 return {"side": str(step.side)}
             case Save():
                 return {}
+
+    def _joint_ranks(self, call: Call) -> str | None:
+        """Ranks that go through a call together: replicas meet in training only; None if this rank is alone."""
+        placement = self.program.plan.calls[call.name]
+        mesh, layout = placement.mesh, placement.parallel
+        if call.model is None or mesh.size == 1:
+            return None
+        if call.trains:
+            return str(mesh)
+        ranks = next(group for group in rank_groups(mesh, layout, "tp", "cp", "pp") if self.rank in group)
+        return _listed(ranks) if len(ranks) > 1 else None
 
     def _check_graph(self) -> None:
         graph = self.program.graph
@@ -262,3 +343,7 @@ class RankExecutor:
                 Problem(path="order", found=str(order), expected="exactly one generate call, and that first")
             )
         raise_problems(problems, subject=f"graph {graph.name}", error=PlanError)
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ",".join(map(str, ranks))

@@ -12,13 +12,22 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_real.errors import ConfigError, Problem, RealError, raise_problems
+from megatron_real.program import Program
 
-__all__ = ["Action", "Fault", "FaultInjector", "InjectedFault", "parse_fault", "parse_faults"]
+__all__ = [
+    "Action",
+    "Fault",
+    "FaultInjector",
+    "InjectedFault",
+    "parse_fault",
+    "parse_faults",
+    "ranks_by_instruction",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -84,32 +93,82 @@ def parse_fault(text: str) -> Fault:
 
 
 def parse_faults(
-    specs: Iterable[str], *, names: Collection[str] = (), world_size: int | None = None
+    specs: Iterable[str],
+    *,
+    names: Mapping[str, Collection[int]] | None = None,
+    world_size: int | None = None,
+    num_iterations: int | None = None,
 ) -> tuple[Fault, ...]:
     """Parse specifications and check them against a program.
 
     Args:
         specs: the specifications.
-        names: instruction names of the program; empty checks nothing.
+        names: the program's instructions and the ranks that take part in each, as of `ranks_by_instruction`; None
+            checks nothing.
         world_size: number of ranks; None checks nothing.
+        num_iterations: of the run; None checks nothing.
 
     Raises:
-        ConfigError: a specification is malformed, or names an instruction or a rank that does not exist.
+        ConfigError: a specification is malformed, or would never happen: there is no such instruction, rank or
+            iteration, the rank does not take part, or another fault is due at the same place. Lists all of them.
     """
     faults: list[Fault] = []
     problems: list[Problem] = []
     for spec in specs:
         fault = parse_fault(spec)
         faults.append(fault)
-        if names and fault.instruction not in names:
-            expected = f"one of {', '.join(dict.fromkeys(names))}"
-            problems.append(Problem(path=spec, found=f"instruction {fault.instruction!r}", expected=expected))
         if world_size is not None and fault.rank >= world_size:
             problems.append(
                 Problem(path=spec, found=f"rank {fault.rank}", expected=f"a rank below {world_size}")
             )
+        elif names is not None:
+            problems += _instruction_problems(spec, fault, names)
+        if num_iterations is not None and fault.iteration >= num_iterations:
+            problems.append(
+                Problem(
+                    path=spec,
+                    found=f"iteration {fault.iteration}",
+                    expected=f"one below {num_iterations}, the number of iterations",
+                )
+            )
+    problems += _collisions(faults)
     raise_problems(problems, subject="faults", error=ConfigError)
     return tuple(faults)
+
+
+def ranks_by_instruction(program: Program) -> dict[str, list[int]]:
+    """Instruction names, in the program's order, and the ranks that take part; where several share a name, in any."""
+    ranks: dict[str, list[int]] = {instruction.name: [] for instruction in program.instructions}
+    for rank in range(program.world_size):
+        for name in {step.name for step in program.steps(rank)}:
+            ranks[name].append(rank)
+    return ranks
+
+
+def _instruction_problems(spec: str, fault: Fault, names: Mapping[str, Collection[int]]) -> Iterator[Problem]:
+    if fault.instruction not in names:
+        expected = f"one of {', '.join(names)}"
+        yield Problem(path=spec, found=f"instruction {fault.instruction!r}", expected=expected)
+    elif fault.rank not in names[fault.instruction]:
+        ranks = ", ".join(map(str, sorted(names[fault.instruction])))
+        yield Problem(
+            path=spec,
+            found=f"rank {fault.rank}, which does not take part in {fault.instruction}",
+            expected=f"one of the ranks {ranks}",
+        )
+
+
+def _collisions(faults: Iterable[Fault]) -> Iterator[Problem]:
+    """A fault at the place of an earlier one: each happens right before the instruction, and once."""
+    first: dict[tuple[int, int, str], Fault] = {}
+    for fault in faults:
+        earlier = first.setdefault((fault.rank, fault.iteration, fault.instruction), fault)
+        if earlier is not fault:
+            yield Problem(
+                path=str(fault),
+                found=f"a second fault where {earlier} is due",
+                expected="one per rank, iteration and instruction",
+            )
 
 
 class FaultInjector:

@@ -10,6 +10,7 @@ Invariants (tests/unit/runtime/test_prompts.py):
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -141,7 +142,8 @@ class Prompts:
             ConfigError: it cannot be read, is empty, or has bad lines; names the file and every bad line.
         """
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            # Not splitlines: U+2028 and its like may stand in a JSON string. Reading makes "\\n" of "\\r\\n".
+            lines = Path(path).read_text(encoding="utf-8").split("\n")
         except OSError as error:
             raise ConfigError(
                 f"{path}: cannot be read ({error.strerror}). Give the path of a JSONL file."
@@ -165,6 +167,14 @@ class Prompts:
             samples_per_prompt=options.samples_per_prompt,
             seed=options.seed,
         )
+
+    def digest(self) -> str:
+        """A short name of all records in their order, equal on two ranks if their files and tokenizers agree."""
+        digest = hashlib.sha256()
+        for record in self.records:
+            line = [record.text, record.tokens, dict(record.columns)]
+            digest.update(json.dumps(line, sort_keys=True).encode() + b"\n")
+        return digest.hexdigest()[:16]
 
     def batch(self, iteration: int) -> PromptBatch:
         """The prompts of an iteration. Epochs follow one another without a gap, also inside a batch."""
@@ -219,6 +229,12 @@ class _Reader:
         if not isinstance(text, str):
             found = 'no key "prompt"' if text is None else f"a prompt of type {type(text).__name__}"
             self._note(number, found, '"prompt": a text')
+            return None
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            found = f"half a surrogate pair, \\u{ord(text[error.start]):04x}, at character {error.start + 1}"
+            self._note(number, f"a prompt with {found}", "a text that UTF-8 can write")
             return None
         tokens = self._tokens(number, text)
         if not tokens or not self._columns_fit(number, raw):

@@ -2,11 +2,12 @@
 
 A rank's reports are numbered keys; rank 0 reads and deletes them in order. Every rank ends each of its
 iterations with a mark, so rank 0 knows when it has all of an iteration, whatever iteration the ranks are in by
-then.
+then. The reader in turn marks the last iteration that was taken, for who must not go on before.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import queue
@@ -27,11 +28,22 @@ IterationMetrics = dict[str | None, dict[str, Any]]
 """Metrics of an iteration by call; None holds those of the whole batch."""
 
 
+_WRITTEN_TIMEOUT_S = 5.0
+"""Ten times the master's pause between two looks."""
+
+
+def _written(iteration: int) -> str:
+    """The key that says that the metrics of this iteration, the last one so far, were taken."""
+    return f"written/{iteration}"
+
+
 class MetricsPublisher:
     """Sends one rank's metrics: `publish` puts them into a queue, a thread with its own store client sends them."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store = store
         self._rank = rank
+        self._waiting: dist.Store | None = None
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         client = open_client(store, purpose="reports", who=f"rank {rank}", timeout_s=60.0)
         self._thread = threading.Thread(target=self._send, args=(client,), name="real-metrics", daemon=True)
@@ -44,6 +56,23 @@ class MetricsPublisher:
     def end_iteration(self, iteration: int) -> None:
         """This rank has reported all of this iteration; every rank says so, also one that has nothing to report."""
         self._queue.put({"iteration": iteration, "end": True})
+
+    def wait_written(self, iteration: int, timeout_s: float = _WRITTEN_TIMEOUT_S) -> bool:
+        """Wait until the master has taken this iteration, or until the time is up; whether it has."""
+        try:
+            if self._waiting is None:  # a client of its own: a wait would hold up the sending thread
+                self._waiting = open_client(
+                    self._store, purpose="reports", who=f"rank {self._rank}, written", timeout_s=60.0
+                )
+            self._waiting.wait([_written(iteration)], datetime.timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            logger.warning(
+                "iteration %d: its metrics are not written yet; going on (%s)",
+                iteration + 1,
+                str(error).splitlines()[0],
+            )
+            return False
+        return True
 
     def close(self) -> None:
         """Send what is left, and say that nothing more comes. Calling it again does nothing."""
@@ -101,3 +130,6 @@ class ReportReader:
             if self._ends[iteration] == self._world_size:
                 del self._ends[iteration]
                 yield iteration, self._metrics.pop(iteration, {})
+                # Whoever took it is back for more, so it is written.
+                self._client.set(_written(iteration), "")
+                self._client.delete_key(_written(iteration - 1))

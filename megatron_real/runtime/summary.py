@@ -34,10 +34,11 @@ def summarize(spans: Iterable[Span], metrics: Sequence[Mapping[str, Any]]) -> di
         The content of ``summary.json``; a number that the input does not tell is None. Some need words:
 
         - ``concurrent_s_per_iteration``: at least two train calls had all their ranks at work, so neither waited;
-        - ``shorter_train_s``: from the first rank's start to the last one's end of the train call that is shorter;
+        - ``shorter_train_s``: of the train call that is shorter, from the first rank's start (of work, where it is
+          known that ranks wait for each other) to the last one's end;
         - ``realloc_s_per_iteration``, ``transfer_s_per_iteration``: of the rank that spent most on it, waits excluded;
         - ``wait_share`` and the other shares: of all ranks' time;
-        - ``runtime_share``: rank time in no instruction and no wait;
+        - ``runtime_share``: rank time in no instruction and no wait, such as planning;
         - ``reward_standard_error``: of ``reward_last - reward_first``, from the variance of the iterations' means.
     """
     return {**_rewards(metrics), **_times(attribute_waits(spans))}

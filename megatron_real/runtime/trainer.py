@@ -1,5 +1,8 @@
 """The loop over iterations, on every rank: run, report, save every so often, stop.
 
+An iteration is reported before its checkpoint is written, so that a run which is killed and resumed has the
+metrics of every iteration; the reported duration is without the checkpoint.
+
 All ranks take the same decisions: they follow from the configuration, and the one that does not (the time
 limit) is rank 0's and is spread at a fence.
 """
@@ -14,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_real.errors import ConfigError
-from megatron_real.runtime.executor import RankExecutor
+from megatron_real.runtime.executor import IterationMetrics, RankExecutor
 from megatron_real.runtime.prompts import Prompts
 
 __all__ = ["MetricsSink", "NoMetrics", "TrainConfig", "TrainResult", "train"]
@@ -33,6 +36,10 @@ class MetricsSink(Protocol):
         """This rank has published all of this iteration. Must not block."""
         ...
 
+    def wait_written(self, iteration: int) -> object:
+        """Every rank has ended this iteration: wait a little until its metrics are on disk. Must not fail."""
+        ...
+
 
 class NoMetrics:
     """A `MetricsSink` that keeps nothing."""
@@ -41,6 +48,9 @@ class NoMetrics:
         pass
 
     def end_iteration(self, iteration: int) -> None:
+        pass
+
+    def wait_written(self, iteration: int) -> None:
         pass
 
 
@@ -99,6 +109,31 @@ class TrainResult:
     duration_s: float
 
 
+@dataclass(slots=True, kw_only=True)
+class _Reporter:
+    """Publishes what the executor reports (`executor.Reporter`)."""
+
+    sink: MetricsSink
+    rank: int
+    clock: Callable[[], float]
+    start_s: float = 0.0
+    """When the iteration began."""
+
+    def report(self, iteration: int, metrics: IterationMetrics) -> None:
+        if metrics.batch:
+            self.sink.publish(iteration, None, metrics.batch)
+        for call, values in metrics.calls.items():
+            self.sink.publish(iteration, call, values)
+        if self.rank == 0:
+            timing = {"duration_s": self.clock() - self.start_s, "tokens": metrics.num_tokens}
+            self.sink.publish(iteration, "iteration", timing)
+        self.sink.end_iteration(iteration)
+
+    def settle(self, iteration: int) -> None:
+        if self.rank == 0:
+            self.sink.wait_written(iteration)
+
+
 def train(
     config: TrainConfig,
     executor: RankExecutor,
@@ -123,24 +158,16 @@ def train(
     Raises:
         RealError: as `RankExecutor.run_iteration`.
     """
-    sink: MetricsSink = metrics or NoMetrics()
+    reporter = _Reporter(sink=metrics or NoMetrics(), rank=executor.rank, clock=clock)
     began_s = clock()
     if state is not None:
         executor.algorithm.load_state_dict(state)
     stopped = False
     iteration = config.first_iteration
     while iteration < config.num_iterations and not stopped:
-        start_s = clock()
+        reporter.start_s = clock()
         save = config.save_folder if config.saves_after(iteration) else None
-        result = executor.run_iteration(iteration, prompts.batch(iteration), save=save)
-        if result.batch:
-            sink.publish(iteration, None, result.batch)
-        for call, values in result.calls.items():
-            sink.publish(iteration, call, values)
-        if executor.rank == 0:
-            timing = {"duration_s": clock() - start_s, "tokens": result.num_tokens}
-            sink.publish(iteration, "iteration", timing)
-        sink.end_iteration(iteration)
+        executor.run_iteration(iteration, prompts.batch(iteration), save=save, reporter=reporter)
         if save is not None:
             if executor.rank == 0:
                 logger.info("iteration %d: checkpoint written to %s", iteration + 1, save)

@@ -189,6 +189,12 @@ class DataTransfers:
                 flat = torch.tensor(response, dtype=torch.int64, device=self._payload_device)
                 self._sent.append(self._post(self._rank, target, flat, transfer.name))
 
+    def senders(self, transfer: Transfer) -> tuple[int, ...]:
+        """Ranks with a message of `transfer` to this one; of the lengths at once, else once they are known."""
+        if transfer.consumer is None:
+            return (self._lengths_source(transfer),)
+        return tuple(dict.fromkeys(message.src for message in self._plan(transfer).receives(self._rank)))
+
     def receive_lengths(self, index: int) -> tuple[int, ...]:
         """Wait for the lengths that the transfer with this index brings."""
         self._post_receives(index)
@@ -252,6 +258,20 @@ class DataTransfers:
             self._wait(posted)
         self._sent.clear()
 
+    def meet(self) -> None:
+        """Return when every rank has come here. Only at a fence.
+
+        Collective over WORLD's ranks.
+
+        Raises:
+            PeerError: a rank did not come in time.
+        """
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._payload_device)
+        with self._peer_errors("fence", None):
+            work = dist.all_reduce(byte, group=self._groups.ascending, async_op=True)
+            work.wait(datetime.timedelta(seconds=self._timeout_s))
+            int(byte)  # NCCL's wait is one of the stream only
+
     def broadcast_bytes(self, payload: bytes, src: int) -> bytes:
         """What rank `src` gives, on every rank. Only at a fence.
 
@@ -283,9 +303,8 @@ class DataTransfers:
     def _expected(self, transfer: Transfer) -> list[tuple[int, torch.Tensor, Message | None]]:
         """(source, empty buffer, message) of each message of `transfer` to this rank."""
         if transfer.consumer is None:
-            src = transfer.source.start + self._rank % transfer.source.size
             buffer = torch.empty(self._num_sequences, dtype=torch.int64, device=self._payload_device)
-            return [(src, buffer, None)]
+            return [(self._lengths_source(transfer), buffer, None)]
         lengths = self._known_lengths(transfer)
         return [
             (
@@ -299,6 +318,9 @@ class DataTransfers:
             )
             for message in self._plan(transfer).receives(self._rank)
         ]
+
+    def _lengths_source(self, transfer: Transfer) -> int:
+        return transfer.source.start + self._rank % transfer.source.size
 
     def _plan(self, transfer: Transfer) -> TransferPlan:
         assert transfer.consumer is not None, "the lengths have no plan"

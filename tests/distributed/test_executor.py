@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -183,9 +184,11 @@ def test_values_arrive_where_they_are_needed(size: int) -> None:
         _check_reports(ranks, iterations, name)
         # Every rank went through its program, in order, in every iteration.
         for rank, result in enumerate(ranks):
-            walked = [span["name"] for span in result["spans"]]
+            walked = [span["name"] for span in result["spans"] if span.get("side") != "gather"]
             without_save = [step for step in result["steps"] if step != "save"]
             assert walked == without_save * (iterations - 1) + result["steps"], f"{name}: rank {rank}"
+            _check_spans(result["spans"], PLANS[name], rank, iterations)
+        _check_senders([result["spans"] for result in ranks], name)
 
 
 def _check_training(ranks: list[dict[str, Any]], plan: Plan, iterations: int, name: str) -> None:
@@ -211,6 +214,68 @@ def _check_training(ranks: list[dict[str, Any]], plan: Plan, iterations: int, na
                 assert minibatches[0] == minibatches[2]
                 assert (minibatches[0].num_tokens, minibatches[0].num_sequences) == (tokens, SEQUENCES // 2)
                 assert {i for part in minibatches[0].microbatches for i in part} <= set(first_half)
+
+
+def _check_spans(spans: list[dict[str, Any]], plan: Plan, rank: int, iterations: int) -> None:
+    """Spans do not overlap, a gathering follows each generation, calls name who goes through them together."""
+    for before, after in itertools.pairwise(spans):
+        assert before["end_s"] <= after["start_s"]
+        if before["name"] == "run:actor_gen" and plan.calls["actor_gen"].mesh.size > 1:
+            assert (after["name"], after["side"]) == ("transfer:actor_gen>lengths", "gather")
+            assert after["joint"] == str(plan.calls["actor_gen"].mesh)
+    for call in CALLS:
+        placement = plan.calls[call]
+        mesh, layout = placement.mesh, placement.layout
+        runs = [span for span in spans if span["name"] == f"run:{call}"]
+        assert len(runs) == (iterations if rank in mesh else 0)
+        stage, place = layout.dp * layout.tp, (rank - mesh.start) % (layout.dp * layout.tp) // layout.tp
+        replica = [r for r in mesh.ranks if (r - mesh.start) % stage // layout.tp == place]
+        for run in runs:
+            if call.endswith("_train"):
+                assert run.get("joint") == (str(mesh) if mesh.size > 1 else None)
+            else:
+                assert run.get("joint") == (",".join(map(str, replica)) if len(replica) > 1 else None)
+            assert run["tokens"] > 0
+
+
+def _check_senders(by_rank: list[list[dict[str, Any]]], name: str) -> None:
+    """Who is said to send something does, and a rank to which something comes says from whom."""
+    for spans in by_rank:
+        for span in spans:
+            if span.get("side") != "receive":
+                continue
+            senders = [int(rank) for rank in span["from"].split(",") if rank]
+            if "bytes" in span:
+                assert bool(senders) == (span["bytes"] > 0), f"{name}: {span}"
+            for sender in senders:
+                (sent,) = [
+                    other
+                    for other in by_rank[sender]
+                    if (other["name"], other["iteration"]) == (span["name"], span["iteration"])
+                    and other.get("side") == "send"
+                ]
+                assert sent.get("bytes", 1) > 0, f"{name}: {span}"
+
+
+def _slow_rank() -> list[dict[str, Any]]:
+    """Rank 0 generates half a second longer; planning takes a fifth of a second everywhere."""
+    slow = {"actor_gen": 0.5 if dist.get_rank() == 0 else 0.0}
+    executor, _, recorder = make_executor(PLANS["two-d2"], ProcessGroups(timeout_s=20), sleep_s=slow)
+    right = executor._calls.assign_all
+    executor._calls.assign_all = lambda state: (time.sleep(0.2), right(state))
+    executor.run_iteration(0, prompts_of(0, SEQUENCES))
+    return recorder.spans
+
+
+def test_waiting_and_planning_are_no_generation() -> None:
+    slow, fast = run_ranks(2, _slow_rank)
+    generation, gathering = fast[0], fast[1]
+    assert generation["name"] == "run:actor_gen"
+    assert generation["end_s"] - generation["start_s"] < 0.3
+    assert gathering["end_s"] - gathering["start_s"] > 0.2
+    for spans in (slow, fast):
+        assert spans[2]["start_s"] - spans[1]["end_s"] >= 0.2, "planning is in no span"
+        assert spans[1]["end_s"] - slow[1]["start_s"] < 0.2
 
 
 def _check_reports(ranks: list[dict[str, Any]], iterations: int, name: str) -> None:
@@ -399,6 +464,9 @@ class _Sink:
     def end_iteration(self, iteration: int) -> None:
         self.rows.append((iteration, "end"))
 
+    def wait_written(self, iteration: int) -> None:
+        self.rows.append((iteration, "waited"))
+
 
 def _train(first: int, limit: int | None) -> dict[str, Any]:
     executor, backend, _ = make_executor(PLANS["mixed"], ProcessGroups(timeout_s=20))
@@ -414,6 +482,11 @@ def _train(first: int, limit: int | None) -> dict[str, Any]:
         time_limit_s=limit,
     )
     sink = _Sink()
+    save = backend.save
+    backend.save = lambda folder, iteration, state: (
+        sink.rows.append((iteration - 1, "saved")),
+        save(folder, iteration, state),
+    )
     result = train(
         config,
         executor,
@@ -440,7 +513,14 @@ def test_train_saves_resumes_and_stops() -> None:
         assert rank["saves"] == [(2, {"batches": 2}), (4, {"batches": 4}), (5, {"batches": 5})]
         assert (rank["result"].next_iteration, rank["result"].stopped_by_time) == (5, False)
         assert [row[0] for row in rank["rows"] if row[1] == "end"] == list(range(5))
-    told = [row for rank in whole for row in rank["rows"] if row[0] == 3 and row[1] != "end"]
+    # All of an iteration is reported before its checkpoint is written, and rank 0 sees to it that it arrives.
+    for rank, result in enumerate(whole):
+        order = [row for row in result["rows"] if row[0] == 3]
+        assert order[-1] == (3, "saved")
+        after_calls = [word for _, word, *_ in order if word in ("end", "waited", "saved")]
+        assert after_calls == (["end", "saved"] if rank else ["end", "waited", "saved"])
+    words = ("end", "waited", "saved")
+    told = [row for rank in whole for row in rank["rows"] if row[0] == 3 and row[1] not in words]
     assert sorted(map(str, told)) == sorted(
         map(
             str,

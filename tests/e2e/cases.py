@@ -52,6 +52,9 @@ class Recorder:
     def end_iteration(self, iteration: int) -> None:
         self.publish(iteration, None, {})
 
+    def wait_written(self, iteration: int) -> None:
+        pass
+
 
 class KeptLog(logging.Handler):
     """Keeps the messages of the package's loggers."""

@@ -56,6 +56,10 @@ def algorithm(**changes: Any) -> dict[str, Any]:
     return {"algorithm": {"max_new_tokens": 4, "num_minibatches": 2, **changes}}
 
 
+def critic(**overrides: Any) -> dict[str, Any]:
+    return {"model": {"critic": {"megatron": overrides}}}
+
+
 def prompts(*lines: str) -> Callable[[Path], None]:
     return lambda folder: (folder / "prompts.jsonl").write_text("\n".join(lines))  # type: ignore[return-value]
 
@@ -171,6 +175,47 @@ CASES = {
         kind="ConfigError",
         options={"model": {"critic": {"megatron": {"layers": 1}}}},
         says=("critic.layers: found an unknown Megatron argument",),
+    ),
+    "overrides that the plan decides, or of another type": Case(
+        kind="ConfigError",
+        options=critic(tensor_model_parallel_size=2, num_layers="two", swiglu=1, params_dtype="bf16"),
+        says=(
+            "4 problems",
+            "models.critic.tensor_model_parallel_size: found 2; expected nothing here: the plan decides",
+            "models.critic.num_layers: found 'two'; expected a value of type int, like 2",
+            "models.critic.swiglu: found 1; expected a value of type bool",
+            "models.critic.params_dtype",
+        ),
+    ),
+    "sizes that Megatron refuses in a role": Case(
+        kind="ConfigError",
+        options=critic(squared_relu=True),
+        says=("models.critic: Megatron refuses its arguments", "swiglu"),
+    ),
+    "a rate below the lowest": Case(
+        kind="ConfigError",
+        megatron={"min_lr": 5e-4},
+        options=critic(lr=1e-4),
+        says=("models.critic: --min-lr: found 0.0005; expected between 0 and --lr=0.0001",),
+    ),
+    "a warm-up as long as the decay": Case(
+        kind="ConfigError",
+        options=critic(lr_decay_iters=3, lr_warmup_iters=3, lr_decay_style="WSD"),
+        says=(
+            "2 problems",
+            "--lr-warmup-iters: found 3; expected less than",
+            "--lr-wsd-decay-iters: found None",
+        ),
+    ),
+    "an optimizer that cannot be sharded": Case(
+        kind="ConfigError",
+        options=critic(optimizer="sgd"),
+        says=("models.critic: --optimizer: found 'sgd'; expected 'adam'",),
+    ),
+    "an option that layouts do not go with": Case(
+        kind="ConfigError",
+        options={"model": {"ref": {"megatron": {"mtp_num_layers": 1}}}},
+        says=("ref: found mtp_num_layers=1; expected it to be off",),
     ),
     "too long for the model": Case(
         kind="ConfigError",
@@ -311,7 +356,7 @@ def run_rank(options: Path, rank: int, size: int) -> tuple[int, str]:
 def try_cases(folder: Path) -> list[str]:
     """Everything that is wrong with how the cases end."""
 
-    def collective(timeout_s: float) -> NoReturn:
+    def collective() -> NoReturn:
         raise AssertionError("a collective: the input was taken for good")
 
     install_cpu_device()

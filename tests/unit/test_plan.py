@@ -234,3 +234,22 @@ def test_unknown_predictions_are_kept() -> None:
     assert plan.predicted is not None
     assert plan.predicted.iteration_s == 1.5
     assert json.loads(plan.dumps())["predicted"] == {"iteration_s": 1.5, "profile_hash": "abc"}
+
+
+def test_a_plan_that_is_written_again_is_whole_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan.loads(json.dumps(GOOD))
+    path = tmp_path / "plan.json"
+    plan.dump(path)
+    write = Path.write_text
+
+    def half(self: Path, text: str) -> int:
+        write(self, text[: len(text) // 2])
+        assert Plan.load(path) == plan, "as another rank reads it meanwhile"
+        return write(self, text)
+
+    monkeypatch.setattr(Path, "write_text", half)
+    plan.dump(path)
+    assert Plan.load(path) == plan
+    assert list(tmp_path.iterdir()) == [path]

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_real.timeline import pick_iterations, timeline_svg, write_timeline
-from megatron_real.trace import Span, SpanKind
+from megatron_real.trace import Span, SpanKind, attribute_waits
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -127,3 +127,16 @@ def test_a_few_iterations_are_picked(tmp_path: Path) -> None:
     assert [text for text in texts(path.read_text()) if text.startswith("iteration")] == [
         f"iteration {i}" for i in (9, 10, 11)
     ]
+
+
+def test_the_gathering_of_the_lengths_is_a_transfer() -> None:
+    name, facts = "transfer:actor_gen>lengths", {"side": "gather", "joint": "0-1"}
+    spans = [
+        span(0, name, "transfer", 2, 7, **facts),
+        span(1, "run:actor_gen", "run", 0, 6, model="actor", type="generate"),
+        span(1, name, "transfer", 6, 7, **facts),
+    ]
+    drawn = bars(timeline_svg({"": attribute_waits(spans)}))
+    assert [bar[3] for bar in drawn[f"waiting in {name}"]] == ["url(#real-wait)"]
+    assert len({bar[3] for bar in drawn[name]}) == 1
+    assert len(drawn[name]) == 2

@@ -146,3 +146,68 @@ def test_chrome_trace(tmp_path: Path) -> None:
 def test_a_save_waits_for_the_last_rank() -> None:
     spans = [span(0, "save", "save", 3, 9), span(1, "save", "save", 7, 9)]
     assert cut(attribute_waits(spans)) == [(0, "wait", 3, 7), (0, "save", 7, 9), (1, "save", 7, 9)]
+
+
+def test_a_call_waits_for_the_ranks_that_go_through_it_with_this_one() -> None:
+    """Rank 1 of a tensor-parallel training enters 9 s late; of two replicas of a call each waits for its own."""
+    train = {"type": "train", "joint": "0-1"}
+    spans = [
+        span(0, "run:actor_train", "run", 1, 12, **train),
+        span(1, "run:actor_train", "run", 10, 12, **train),
+        span(0, "run:ref_inf", "run", 20, 25, joint="0,2"),
+        span(2, "run:ref_inf", "run", 21, 25, joint="0,2"),
+        span(1, "run:ref_inf", "run", 20, 29, joint="1,3"),
+        span(3, "run:ref_inf", "run", 24, 29, joint="1,3"),
+        span(0, "run:rew_inf", "run", 30, 31),  # nobody is waited for
+        span(1, "run:rew_inf", "run", 30.5, 31),
+    ]
+    result = attribute_waits(spans)
+    assert cut(result) == [
+        (0, "wait", 1, 10),
+        (0, "run", 10, 12),
+        (0, "wait", 20, 21),
+        (0, "run", 21, 25),
+        (0, "run", 30, 31),
+        (1, "run", 10, 12),
+        (1, "wait", 20, 24),
+        (1, "run", 24, 29),
+        (1, "run", 30.5, 31),
+        (2, "run", 21, 25),
+        (3, "run", 24, 29),
+    ]
+    assert result[0].facts == train
+    assert attribute_waits(result) == result, "splitting twice changes nothing"
+
+
+def test_a_gathering_waits_for_the_slowest_generation() -> None:
+    name, facts = "transfer:actor_gen>lengths", {"side": "gather", "joint": "0-1"}
+    spans = [
+        span(0, name, "transfer", 2, 7, **facts),
+        span(1, name, "transfer", 6, 7, **facts),
+        span(0, name, "transfer", 7, 7.5, side="send"),
+        span(2, name, "transfer", 1, 8, side="receive", **{"from": "0"}),
+    ]
+    assert cut(attribute_waits(spans)) == [
+        (0, "wait", 2, 6),
+        (0, "transfer", 6, 7),
+        (0, "transfer", 7, 7.5),
+        (1, "transfer", 6, 7),
+        (2, "wait", 1, 7),
+        (2, "transfer", 7, 8),
+    ]
+
+
+def test_a_receive_waits_for_those_only_that_send_to_it() -> None:
+    name = "transfer:actor_gen>ref_inf"
+    spans = [
+        *(
+            span(rank, name, "transfer", start, start + 0.1, side="send")
+            for rank, start in ((0, 2), (1, 8), (2, 4))
+        ),
+        span(3, name, "transfer", 1, 9, side="receive", **{"from": "0,2"}),
+        span(4, name, "transfer", 1, 9, side="receive", **{"from": ""}),
+        span(12, name, "transfer", 1, 9, side="receive", **{"from": "1"}),
+        span(5, name, "transfer", 1, 9, side="receive"),  # as older traces have it
+    ]
+    waits = [item for item in cut(attribute_waits(spans)) if item[1] == "wait"]
+    assert waits == [(3, "wait", 1, 4), (5, "wait", 1, 8), (12, "wait", 1, 8)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -276,6 +277,19 @@ def test_explained_variance_of_a_perfect_critic() -> None:
     values = [reward for reward, length in zip(rewards, LENGTHS, strict=True) for _ in range(length)]
     config = PPOConfig(kl_coefficient=0.0, lam=1.0)
     assert _prepare(config, _scalars(rewards=rewards, values=values))[1]["explained_variance"] == 1.0
+
+
+def test_explained_variance_does_not_credit_a_critic_for_itself() -> None:
+    """Values that know nothing of the rewards explain nothing, whatever lam is: it is about what really followed."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randn(len(LENGTHS), generator=generator).tolist()
+    walk = torch.randn(sum(LENGTHS), generator=generator).cumsum(0).tolist()
+    for lam in (0.0, 0.95, 1.0):
+        config = PPOConfig(kl_coefficient=0.0, lam=lam)
+        found = _prepare(config, _scalars(rewards=rewards, values=walk))[1]["explained_variance"]
+        followed = [reward for reward, length in zip(rewards, LENGTHS, strict=True) for _ in range(length)]
+        errors = [reward - value for reward, value in zip(followed, walk, strict=True)]
+        assert found == pytest.approx(1 - statistics.pvariance(errors) / statistics.pvariance(followed))
 
 
 @pytest.mark.parametrize("name", ["rewards", "values", "logprobs"])

@@ -39,6 +39,11 @@ def test_a_split_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["symmetric", "--layout", "actor=d1t2p1"], "expected one layout without a name"),
         (["split", "--layout", "d1t2p1"], "expected NAME=LAYOUT"),
         (["symmetric", "--layout", "d3t1p1"], "needs 3 ranks"),
+        (["symmetric", "--nodes", "0"], "plan: --nodes: found 0; expected"),
+        (
+            ["symmetric", "--output", "no/such/folder.json"],
+            "--output: no/such/folder.json: cannot be written",
+        ),
     ],
 )
 def test_layouts_of_the_wrong_form(
@@ -46,3 +51,11 @@ def test_layouts_of_the_wrong_form(
 ) -> None:
     assert main(["plan", *arguments, "--devices-per-node", "4"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_cluster_that_cannot_be_is_named_by_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "symmetric", "--devices-per-node", "0", "--device-memory", "-1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ConfigError: plan: 2 problems")
+    assert "--devices-per-node: found 0; expected" in error
+    assert "--device-memory: found -1; expected" in error

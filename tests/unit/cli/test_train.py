@@ -8,6 +8,7 @@ from megatron_real.cli import ranks, train
 from megatron_real.cli.main import main
 from megatron_real.cli.ranks import RankExit, rank_environment
 from megatron_real.config import RunOptions
+from megatron_real.errors import ConfigError
 
 
 def test_options_that_no_yaml_file_names_can_be_set() -> None:
@@ -45,15 +46,47 @@ def test_ranks_of_torchrun_and_srun_are_recognised() -> None:
     assert rank_environment(torchrun) == {name: value for name, value in torchrun.items() if name != "X"}
     batch_script = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     assert rank_environment(batch_script) is None
-    step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}
+    step = {
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_ID": "1",
+        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",  # of the login node
+        "SLURM_STEP_NODELIST": "node[03-04]",
+        "SLURM_JOB_NODELIST": "node[01-04]",
+    }
     found = rank_environment({**batch_script, **step, "SLURM_PROCID": "2", "SLURM_LOCALID": "0"})
     assert found is not None
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("2", "4", "0")
-    assert found["MASTER_ADDR"] == "10.0.0.1"
+    assert found["MASTER_ADDR"] == "node03"
     other = rank_environment({**batch_script, **step, "SLURM_STEP_ID": "2"})
     assert other is not None
     assert other["MASTER_PORT"] != found["MASTER_PORT"]
     assert rank_environment({}) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node01", "node01"),
+        ("node[01-04,07]", "node01"),
+        ("node[7,01-04],other", "node7"),
+        ("gpu-a.site.org,gpu-b.site.org", "gpu-a.site.org"),
+        ("rack[2-3]n[010-012]", "rack2n010"),
+        ("node[1-2]-ib", "node1-ib"),
+    ],
+)
+def test_the_first_node_of_a_step_is_where_ranks_meet(nodes: str, first: str) -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_NODELIST": nodes}
+    found = rank_environment(step)
+    assert found is not None
+    assert found["MASTER_ADDR"] == first
+    assert rank_environment({**step, "MASTER_ADDR": "given"}) == {**found, "MASTER_ADDR": "given"}
+
+
+@pytest.mark.parametrize("nodes", ["", "node[", "node[x]"])
+def test_a_step_without_readable_nodes_needs_an_address(nodes: str) -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}
+    with pytest.raises(ConfigError, match="Set MASTER_ADDR to the host of rank 0"):
+        rank_environment({**step, "SLURM_STEP_NODELIST": nodes})
 
 
 class Launches:
@@ -164,3 +197,70 @@ def test_a_failed_job_says_what_its_rank_said(tmp_path: Path) -> None:
 
 def test_ports_differ() -> None:
     assert len({ranks.free_port() for _ in range(4)}) > 1
+
+
+def _files(folder: Path) -> dict[str, str]:
+    return {str(path): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def _finished_run(folder: Path) -> dict[str, str]:
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "logs").mkdir()
+    (folder / "checkpoints" / "run_state.json").write_text('{"iteration": 7}')
+    for name in ("plan.json", "options.json", "logs/rank-1.log"):
+        (folder / name).write_text(f"{name} of the finished run")
+    (folder / "summary.json").write_text('{"reward_last": 77.0}')
+    return _files(folder)
+
+
+@pytest.mark.parametrize("plan", ["symmetric", "other.json"])
+def test_a_finished_run_is_not_touched(
+    launches: Launches, capsys: pytest.CaptureFixture[str], tmp_path: Path, plan: str
+) -> None:
+    assert main(["plan", "symmetric", "--devices-per-node", "2", "--output", "other.json"]) == 0
+    before = _finished_run(tmp_path / "runs/x")
+    assert main([*_SMOKE, f"plan={plan}", "output=runs/x"]) == 2
+    assert "output: found a run of 7 iterations in runs/x; expected a new folder" in capsys.readouterr().err
+    assert _files(tmp_path / "runs/x") == before
+    assert main([*_SMOKE, f"plan={plan}", "output=runs/x", "resume=true"]) == 0
+    assert [options.resume for options in launches.options] == [True]
+
+
+def test_nothing_to_go_on_with(
+    launches: Launches, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*_SMOKE, "plan=symmetric", "output=runs/x", "resume=true"]) == 2
+    assert "resume: found no finished checkpoint in runs/x/checkpoints" in capsys.readouterr().err
+    assert _files(tmp_path / "runs/x") == {}
+
+
+def test_wrong_options_leave_no_plan(launches: Launches, tmp_path: Path) -> None:
+    assert main([*_SMOKE, "plan=symmetric", "output=runs/x", "iterations=0"]) == 2
+    assert _files(tmp_path / "runs/x") == {}
+
+
+def test_a_failed_job_has_no_numbers_of_an_earlier_run(
+    launches: Launches, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _finished_run(tmp_path / "runs/sweep/0")  # refused
+    (tmp_path / "runs/sweep/1").mkdir()
+    (tmp_path / "runs/sweep/1/summary.json").write_text('{"reward_last": 88.0}')
+    launches.failing = {0}
+    assert main([*_SMOKE, "plan=symmetric", "seed=1,2", "output=runs/sweep", "-m"]) == 2
+    assert len(launches.options) == 1
+    output = capsys.readouterr().out
+    assert output.count("failed:") == 2
+    assert "77" not in output
+    assert "88" not in output
+
+
+def test_a_cluster_that_cannot_be_fails_its_job_alone(
+    launches: Launches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = ["plan=symmetric", "cluster.devices_per_node=0,2", "output=runs/sweep", "-m"]
+    assert main([*_SMOKE, *jobs]) == 2
+    assert len(launches.options) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("ConfigError: train: cluster.devices_per_node: found 0; expected")
+    assert "Traceback" not in captured.err
+    assert "done" in captured.out

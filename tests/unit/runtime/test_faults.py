@@ -6,7 +6,11 @@ import time
 
 import pytest
 
+from megatron_real.algorithms.graphs import ppo_graph
 from megatron_real.errors import ConfigError
+from megatron_real.plan import ClusterSpec
+from megatron_real.plan_search.presets import split
+from megatron_real.program import compile_program
 from megatron_real.runtime.faults import (
     Action,
     Fault,
@@ -14,9 +18,10 @@ from megatron_real.runtime.faults import (
     InjectedFault,
     parse_fault,
     parse_faults,
+    ranks_by_instruction,
 )
 
-NAMES = ("realloc:actor_gen", "run:actor_gen", "transfer:actor_gen>ref_inf", "save")
+NAMES = dict.fromkeys(("realloc:actor_gen", "run:actor_gen", "transfer:actor_gen>ref_inf", "save"), range(4))
 
 
 @pytest.mark.parametrize(
@@ -79,3 +84,34 @@ def test_injector() -> None:
     start = time.monotonic()
     injector.before(0, "save", 5)
     assert time.monotonic() - start >= 0.05
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (
+            ["kill@2:1:actor_gen"],
+            "found rank 2, which does not take part in run:actor_gen; expected one of the ranks 0, 1",
+        ),
+        (["kill@1:3:actor_gen"], "found iteration 3; expected one below 3"),
+        (
+            ["kill@1:2:actor_gen", "stop@1:2:run:actor_gen"],
+            "stop@1:2:run:actor_gen: found a second fault where kill@1:2:run:actor_gen is due",
+        ),
+    ],
+)
+def test_a_fault_that_would_never_happen(specs: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_faults(specs, names={"run:actor_gen": (0, 1)}, world_size=4, num_iterations=3)
+    assert message in str(error.value)
+
+
+def test_who_takes_part_in_a_program() -> None:
+    plan = split(ppo_graph(), ClusterSpec(devices_per_node=4))
+    program = compile_program(ppo_graph(), plan)
+    ranks = ranks_by_instruction(program)
+    assert list(ranks) == list(dict.fromkeys(instruction.name for instruction in program.instructions))
+    assert ranks["run:actor_gen"] == [0, 1]
+    assert ranks["run:critic_train"] == [2, 3]
+    assert ranks["save"] == [0, 1, 2, 3]
+    assert len(parse_faults(["kill@3:0:critic_inf"], names=ranks, world_size=4, num_iterations=1)) == 1

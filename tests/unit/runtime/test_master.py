@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 
 import pytest
 import torch.distributed as dist
 from rich.console import Console
 
+from megatron_real.algorithms.graphs import ppo_graph
 from megatron_real.errors import ConfigError, PeerError
+from megatron_real.plan import ClusterSpec
+from megatron_real.plan_search.presets import symmetric
+from megatron_real.program import compile_program
 from megatron_real.runtime.display import Display, iteration_line, position_table, rank_ranges
 from megatron_real.runtime.liveness import is_communication_error
 from megatron_real.runtime.master import Master
 from megatron_real.runtime.progress import Position
-from megatron_real.runtime.publication import agree_on_program
+from megatron_real.runtime.publication import agree_on_program, agreement_text
 from megatron_real.runtime.reports import IterationMetrics, MetricsPublisher
 
 
@@ -29,6 +34,17 @@ def test_ranks_agree_on_a_program() -> None:
     # The second program of a store is another one: rank 1 does not take the first for it.
     with pytest.raises(PeerError, match=r"rank 0 did not publish its program within 0.1 s \(rank 1 asked\)"):
         agree_on_program(store, 1, text, timeout_s=0.1)
+
+
+def test_ranks_agree_on_what_is_added_to_the_program() -> None:
+    program = compile_program(ppo_graph(), symmetric(ppo_graph(), ClusterSpec(devices_per_node=2)))
+    extra = {"seed": "1", "prompts": "ab\ncd"}
+    store = dist.HashStore()
+    agree_on_program(store, 0, agreement_text(program, extra))
+    agree_on_program(store, 1, agreement_text(program, dict(reversed(extra.items()))))
+    with pytest.raises(ConfigError, match="rank 2 compiled") as error:
+        agree_on_program(store, 2, agreement_text(program, {**extra, "seed": "2"}))
+    assert str(error.value).endswith('\n-seed="1"\n+seed="2"')
 
 
 def test_metrics_of_all_ranks_come_together_in_order(caplog: pytest.LogCaptureFixture) -> None:
@@ -130,3 +146,28 @@ def test_broken_connections_are_told_from_errors_of_their_own() -> None:
     assert is_communication_error(dist.DistNetworkError("x"))
     assert not is_communication_error(RuntimeError("shape '[2]' is invalid for input of size 3"))
     assert not is_communication_error(ConfigError("wrong"))
+
+
+def test_a_rank_waits_until_the_metrics_are_written(caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    written: list[int] = []
+
+    def slow(iteration: int, metrics: IterationMetrics) -> None:
+        time.sleep(0.2)
+        written.append(iteration)
+
+    master = Master(store, 2, sink=slow, display=Display(None, live=False))
+    first, second = (MetricsPublisher(store, rank) for rank in (0, 1))
+    master.start()
+    first.end_iteration(0)
+    assert not first.wait_written(0, timeout_s=0.1), "rank 1 has not reported: it goes on all the same"
+    assert "iteration 1: its metrics are not written yet" in caplog.text
+    second.end_iteration(0)
+    for iteration in range(3):
+        assert first.wait_written(iteration)
+        assert written == list(range(iteration + 1))
+        for publisher in (first, second):
+            publisher.end_iteration(iteration + 1)
+    first.close()
+    second.close()
+    master.close()

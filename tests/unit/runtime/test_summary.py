@@ -119,3 +119,17 @@ def test_concurrency() -> None:
     assert concurrent_s([[(0, 4)], [(4, 8)]]) == 0.0
     assert concurrent_s([[(0, 4)], [(1, 3)], [(2, 9)]]) == 3.0
     assert concurrent_s([]) == 0.0
+
+
+def test_a_late_rank_of_a_training_makes_the_others_wait() -> None:
+    facts = {"type": "train", "joint": "0-1"}
+    spans = [
+        span(0, "run:actor_train", 0, 10, **facts),
+        span(1, "run:actor_inf", 0, 9, type="inference"),
+        span(1, "run:actor_train", 9, 10, **facts),
+    ]
+    summary = summarize(spans, [])
+    assert summary["wait_share"] == pytest.approx(9 / 20)
+    assert summary["run_share"] == pytest.approx(11 / 20)
+    assert summary["shorter_train_s"] == 1.0
+    assert summary["calls"]["actor_train"]["share"] == pytest.approx(2 / 20)
