@@ -32,6 +32,7 @@ from megatron_real.config import RunOptions, conf_dir
 from megatron_real.errors import ConfigError, RealError
 from megatron_real.hooks.install import report_error
 from megatron_real.plan import ClusterSpec, Plan
+from megatron_real.runtime.run_state import state_to_resume
 
 __all__ = ["Job", "JobFailed", "allow_new_keys", "job_table", "main", "options_from_config"]
 
@@ -141,11 +142,11 @@ def options_from_config(config: DictConfig, folder: Path) -> RunOptions:
         graph = ppo_graph("model" if tree.get("reward") is None else "function", reference=bool(reference))
         plan = preset_plan(tree["plan"], graph, wanted)
         options = _checked_options(tree, plan)
-        _refuse_other_runs(options)
+        state_to_resume(options.output, resume=options.resume)  # before files of a run are written over
         plan.dump(folder / "plan.json")
         return options.model_copy(update={"plan": folder / "plan.json"})
     options = RunOptions.from_tree(tree, source="train")
-    _refuse_other_runs(options)
+    state_to_resume(options.output, resume=options.resume)  # before files of a run are written over
     devices = Plan.load(options.plan).cluster.num_devices
     if wanted is not None and wanted.num_devices != devices:
         raise ConfigError(
@@ -201,24 +202,6 @@ def _checked_options(tree: Mapping[str, Any], plan: Plan) -> RunOptions:
         path = Path(folder) / "plan.json"
         plan.dump(path)
         return RunOptions.from_tree({**tree, "plan": path}, source="train")
-
-
-def _refuse_other_runs(options: RunOptions) -> None:
-    """The ranks' own check of the run's last save, here before files of that run are written over."""
-    path = options.output / "checkpoints" / "run_state.json"
-    try:
-        state = json.loads(path.read_text()) if path.exists() else None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not JSON ({error.msg}). Remove it to start anew.") from error
-    if state is None and options.resume:
-        raise ConfigError(
-            f"resume: found no finished checkpoint in {path.parent}. Start without --real-resume."
-        )
-    if state is not None and not options.resume:
-        raise ConfigError(
-            f"output: found a run of {state['iteration']} iterations in {options.output}; expected a new "
-            "folder. Give --real-resume to go on with it, or another --real-output."
-        )
 
 
 def _reason(logs: Path, first: RankExit, *, num_failed: int) -> str:

@@ -13,7 +13,6 @@ Invariants (tests/e2e/test_checkpoints.py):
 from __future__ import annotations
 
 import copy as copy_module
-import json
 import pickle
 import shutil
 from argparse import Namespace
@@ -32,6 +31,7 @@ from megatron_real.hooks.model_builder import RoleModel
 from megatron_real.hooks.model_copy import ModelCopy
 from megatron_real.hooks.roles import architecture_of
 from megatron_real.realloc_ops.shards import TensorSpec
+from megatron_real.runtime.run_state import write_atomically
 
 __all__ = [
     "check_architecture",
@@ -39,13 +39,10 @@ __all__ = [
     "find_checkpoint",
     "load_copy",
     "read_common",
-    "read_run_state",
     "save_copy",
-    "write_run_state",
 ]
 
 TRACKER = "latest_checkpointed_iteration.txt"
-RUN_STATE = "run_state.json"
 _FRESH_HEAD = "value_head."
 _VOCABULARY = ("embedding.word_embeddings.", "output_layer.")
 _Shape = tuple[int | None, ...]
@@ -343,7 +340,7 @@ def save_copy(copy: ModelCopy | None, folder: Path, iteration: int, args: Namesp
         state, str(target), content_metadata=dict(_CONTENT), validate_access_integrity=False
     )
     if torch.distributed.get_rank() == 0:
-        _write_atomically(folder / TRACKER, str(iteration))
+        write_atomically(folder / TRACKER, str(iteration))
 
 
 def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
@@ -363,25 +360,3 @@ def _storable(args: Namespace) -> Namespace:
     kept.no_save_rng = True  # sampling is keyed; there is no RNG state to go on from
     kept.no_save_optim = False
     return kept
-
-
-def write_run_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write what a resumed run needs besides the models; it names the iteration that all model folders have. Rank 0."""
-    _write_atomically(folder / RUN_STATE, json.dumps(state, indent=1, sort_keys=True))
-
-
-def read_run_state(folder: Path) -> dict[str, Any] | None:
-    """The last complete save of a run's `folder`; None when there is none."""
-    path = folder / RUN_STATE
-    if not path.exists():
-        return None
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not JSON ({error.msg}). Remove it to start anew.") from error
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)

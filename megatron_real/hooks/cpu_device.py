@@ -32,7 +32,6 @@ __all__ = [
     "device",
     "install_cpu_device",
     "is_active",
-    "patch_megatron",
     "uninstall_cpu_device",
 ]
 
@@ -100,15 +99,6 @@ def install_cpu_device() -> bool:
     )  # asserted by Megatron for tp > 1; no meaning here
     _active = True
     return True
-
-
-def patch_megatron() -> None:
-    """Apply the patches of those Megatron modules that are imported by now; the others follow on import.
-
-    `install_cpu_device` has already seen to both; this is for callers that load Megatron by hand.
-    """
-    if _active:
-        patch_on_import(MEGATRON_PATCHES)
 
 
 def uninstall_cpu_device() -> None:

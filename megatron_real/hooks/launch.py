@@ -49,6 +49,7 @@ from megatron_real.runtime.prompts import PromptOptions, Prompts, Tokenizer
 from megatron_real.runtime.publication import agree_on_program, agreement_text
 from megatron_real.runtime.reports import MetricsPublisher
 from megatron_real.runtime.rewards import load_function
+from megatron_real.runtime.run_state import state_to_resume
 from megatron_real.runtime.store_client import served_by_launcher
 from megatron_real.runtime.summary import summarize
 from megatron_real.runtime.trainer import TrainConfig, TrainResult, train
@@ -216,17 +217,10 @@ def _check_lengths(setups: Mapping[str, RoleSetup], prompts: Prompts, max_new_to
 def _resume_state(
     options: RunOptions, program: Program, setups: Mapping[str, RoleSetup]
 ) -> dict[str, Any] | None:
-    folder = options.output / "checkpoints"
-    state = checkpoint.read_run_state(folder)
-    if not options.resume:
-        if state is not None:
-            raise ConfigError(
-                f"output: found a run of {state['iteration']} iterations in {options.output}; expected a new "
-                "folder. Give --real-resume to go on with it, or another --real-output."
-            )
-        return None
+    state = state_to_resume(options.output, resume=options.resume)
     if state is None:
-        raise ConfigError(f"resume: found no finished checkpoint in {folder}. Start without --real-resume.")
+        return None
+    folder = options.output / "checkpoints"
     for model in program.graph.models:
         if program.graph.trained(model):
             found = checkpoint.find_checkpoint(folder / model, int(state["iteration"]))

@@ -40,6 +40,7 @@ from megatron_real.realloc_ops.local_shards import gather_tables
 from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
 from megatron_real.realloc_ops.shards import TensorSpec
 from megatron_real.realloc_ops.transports import TorchTransport
+from megatron_real.runtime.run_state import write_run_state
 
 __all__ = ["MegatronBackend", "RoleSetup", "check_copies"]
 
@@ -299,7 +300,7 @@ class MegatronBackend:
                 owner=key.mesh.start,
             )
         if self.rank == 0:
-            checkpoint.write_run_state(folder, {"iteration": iteration, "algorithm": dict(state)})
+            write_run_state(folder, {"iteration": iteration, "algorithm": dict(state)})
 
     def _trained(self) -> list[str]:
         return [model for model in self.program.graph.models if self.program.graph.trained(model)]
