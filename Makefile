@@ -7,7 +7,8 @@ PYTEST := $(BIN)/python -m pytest
 # Pure tests first: the cheapest failure is the first one seen.
 RINGS := $(wildcard tests/policy tests/unit tests/property tests/golden tests/hooks tests/distributed tests/examples tests/e2e tests/gpu)
 
-.PHONY: help install demo test test-pure test-gpu lint format invariance bench-instruction clean
+.PHONY: help install demo test test-pure test-gpu lint format invariance bench-instruction bench-search \
+	bench-paper bench-estimator bench-speedup clean
 
 help:
 	@echo "make demo               pretrain a small GPT, then PPO under a plan on four ranks (CPU; about 10 minutes)"
@@ -17,6 +18,10 @@ help:
 	@echo "make lint               ruff, import-linter, mypy"
 	@echo "make invariance         the same PPO run under many plans, one JSON line per plan"
 	@echo "make bench-instruction  cost of one instruction with null calls"
+	@echo "make bench-search       every search strategy on clusters of 16 to 1,024 GPUs (about 40 minutes)"
+	@echo "make bench-paper        predicted step times beside those that the ReaL paper published"
+	@echo "make bench-estimator    prices and memory against published measurements"
+	@echo "make bench-speedup      presets and the searched plan, run for real on 2 and 4 CPU ranks (20 minutes)"
 
 $(STAMP): setup.py megatron_real.pth .ci/find-python
 	@python="$$(PYTHON='$(PYTHON)' .ci/find-python)" && { test -x $(BIN)/python || "$$python" -m venv $(VENV); }
@@ -53,6 +58,9 @@ invariance: $(STAMP)
 
 bench-instruction: $(STAMP)
 	@$(BIN)/python benchmarks/instruction_cost.py
+
+bench-search bench-paper bench-estimator bench-speedup: bench-%: $(STAMP)
+	@$(BIN)/python benchmarks/$*.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -14,6 +14,7 @@ PLANNING = [
     "networkx>=3.2",
     "numpy>=1.26",
     "omegaconf>=2.3",
+    "ortools>=9.10",
     "pydantic>=2.7",
     "pyyaml>=6.0",
     "rich>=13.7",
@@ -81,6 +82,7 @@ setup(
     package_data={
         "megatron_real": ["plan_schema.json", "py.typed"],
         "megatron_real.conf": ["*.yaml", "**/*.yaml"],
+        "megatron_real.plan_search": ["devices/*.json"],
     },
     install_requires=PLANNING,
     extras_require={"megatron": MEGATRON, "te": TE, "dev": DEV},

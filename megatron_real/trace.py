@@ -7,7 +7,8 @@ Facts that readers of spans know:
     - ``side`` of a transfer (``"send"`` or ``"receive"``; ``"gather"``, where ranks tell each other);
     - ``from`` of a receiving transfer: the ranks that send something to this one, such as ``"0,2"``;
     - ``joint`` of a run or a gathering transfer: the ranks that go through it together, such as ``"0-3"``;
-    - ``bytes`` and ``tokens`` of anything.
+    - ``bytes`` and ``tokens`` of anything;
+    - ``peak_bytes``: the most device memory that the rank had booked while it was in the span.
 
 Invariants (tests/unit/test_trace.py):
     - spans of one rank do not overlap; `attribute_waits` keeps that and keeps each rank's total time;

@@ -16,7 +16,13 @@ _COMMANDS = {
         "megatron_real.cli.train",
         "train under a plan, on ranks of its own or on torchrun's or srun's",
     ),
+    "search": ("megatron_real.cli.search", "find the plan with the shortest iteration"),
+    "simulate": ("megatron_real.cli.simulate", "estimate a plan: times, memory, timeline"),
+    "explain": ("megatron_real.cli.explain", "why a plan is as it is, and what its neighbours cost"),
+    "diff": ("megatron_real.cli.diff", "compare two plans: decisions and estimates"),
+    "compare": ("megatron_real.cli.compare", "lay a run beside what its plan was predicted to do"),
     "show": ("megatron_real.cli.show", "show a plan as a table"),
+    "profile": ("megatron_real.cli.profile", "measure this device, for the search to price plans with"),
     "plan": ("megatron_real.cli.presets", "write a plan without a search"),
 }
 

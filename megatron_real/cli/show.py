@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_real.algorithms.graphs import ppo_graph
+from megatron_real.cli.graphs import graph_of_plan
 from megatron_real.dataflow import Graph
 from megatron_real.layout import coordinates_of, format_placement
 from megatron_real.plan import Placement, Plan
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("plan", help="plan.json")
     path = parser.parse_args(argv).plan
     plan = Plan.load(path)
-    graph = _graph(plan)
+    graph = graph_of_plan(plan)
     if graph is not None:
         plan.check(graph, source=path)
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -45,20 +45,12 @@ def tables(plan: Plan, graph: Graph | None, *, title: str) -> Iterator[Table]:
     yield _devices(plan)
 
 
-def _graph(plan: Plan) -> Graph | None:
-    """The graph of the plan's algorithm, where it is one of ours; a reward function's placement fits either kind."""
-    return ppo_graph(reference="ref_inf" in plan.calls) if plan.algorithm == "ppo" else None
-
-
 def _calls(plan: Plan, graph: Graph | None, title: str) -> Table:
     cluster = plan.cluster
     predicted = plan.predicted
-    known = predicted is not None and predicted.iteration_s is not None
     table = Table(
         title=f"{title}: {plan.algorithm} on {cluster.num_nodes} x {cluster.devices_per_node} {cluster.device}",
-        caption=f"predicted iteration: {predicted.iteration_s:.3g} s"
-        if predicted is not None and known
-        else None,
+        caption=_prediction(plan),
         title_justify="left",
         caption_justify="left",
     )
@@ -79,6 +71,23 @@ def _calls(plan: Plan, graph: Graph | None, title: str) -> Table:
     for row in zip(*shown.values(), strict=True):
         table.add_row(*row)
     return table
+
+
+def _prediction(plan: Plan) -> str | None:
+    """What the plan records of its estimate: period, proof, and what it was made with."""
+    predicted = plan.predicted
+    if predicted is None or predicted.iteration_s is None:
+        return None
+    extra = predicted.model_extra or {}
+    parts = [f"predicted iteration: {predicted.iteration_s:.3g} s"]
+    if predicted.lower_bound_s is not None:
+        parts.append(f"lower bound {predicted.lower_bound_s:.3g} s")
+    if isinstance(extra.get("strategy"), str):
+        parts.append(f"found by {extra['strategy']}")
+    costs = extra.get("costs")
+    if isinstance(costs, Mapping):
+        parts.append("prices: " + ", ".join(f"{name} {value}" for name, value in costs.items()))
+    return "; ".join(parts)
 
 
 def _arrivals(plan: Plan, graph: Graph | None) -> dict[str, str]:

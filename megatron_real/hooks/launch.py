@@ -26,23 +26,25 @@ import torch.distributed as dist
 import megatron_real
 from megatron_real.algorithms.graphs import ppo_graph
 from megatron_real.algorithms.ppo import PPO
+from megatron_real.capabilities import capability_problems
 from megatron_real.data_plan import Lengths, assign
-from megatron_real.errors import ConfigError, raise_problems
+from megatron_real.errors import ConfigError, PlanError, raise_problems
 from megatron_real.hooks import checkpoint, cpu_device, roles
-from megatron_real.hooks.capabilities import capability_problems
 from megatron_real.hooks.megatron_backend import MegatronBackend, RoleSetup, check_copies
 from megatron_real.hooks.model_copy import Training, require_droppable
 from megatron_real.hooks.tokenizer import build_tokenizer
 from megatron_real.plan import Plan
+from megatron_real.plan_search.comparison import PredictedRun, predicted_simulation
 from megatron_real.process_groups import ProcessGroups, default_store
 from megatron_real.program import Program, compile_program
 from megatron_real.runtime.display import Display
+from megatron_real.runtime.drift import other_workload
 from megatron_real.runtime.executor import RankExecutor, RunParts
 from megatron_real.runtime.faults import Fault, FaultInjector, parse_faults, ranks_by_instruction
 from megatron_real.runtime.liveness import Limits, Liveness
 from megatron_real.runtime.master import Master
 from megatron_real.runtime.meeting import meet
-from megatron_real.runtime.metrics import MetricsWriter, read_metrics
+from megatron_real.runtime.metrics import IterationRecorder, MetricsWriter, read_metrics
 from megatron_real.runtime.observers import Observers
 from megatron_real.runtime.progress import Progress
 from megatron_real.runtime.prompts import PromptOptions, Prompts, Tokenizer
@@ -60,7 +62,15 @@ from megatron_real.trace import Tracer, attribute_waits, read_spans, write_chrom
 if TYPE_CHECKING:
     from megatron_real.config import RunOptions
 
-__all__ = ["Job", "build_executor", "prepare", "run_ppo", "write_reports"]
+__all__ = [
+    "Job",
+    "build_executor",
+    "configure_logging",
+    "initialize_distributed",
+    "prepare",
+    "run_ppo",
+    "write_reports",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -238,10 +248,10 @@ def run_ppo(options: RunOptions) -> dict[str, Any] | None:
         RealError: from `prepare`, on every rank. Later failures of any rank end all of them.
     """
     cpu_device.install_cpu_device()
-    _configure_logging(int(os.environ.get("RANK", "0")))
+    configure_logging(int(os.environ.get("RANK", "0")))
     job = prepare(options)
     limits = Limits(dead_after_s=options.liveness.dead_after_s, stuck_after_s=options.liveness.stuck_after_s)
-    _initialize_distributed()
+    initialize_distributed()
     store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
     if rank == 0:
         shutil.rmtree(
@@ -255,10 +265,10 @@ def run_ppo(options: RunOptions) -> dict[str, Any] | None:
         agree_on_program(store, rank, agreement_text(job.program, _agreement(job)))
         if rank == 0:
             (options.output / "options.json").write_text(options.dumps())
-            job.program.plan.dump(options.output / "plan.json")
+            _write_plan(job)
         tracer = Tracer(options.output / "trace", rank)
         publisher = MetricsPublisher(store, rank)
-        master, writer = _start_master(job, liveness) if rank == 0 else (None, None)
+        master, recorder = _start_master(job, liveness) if rank == 0 else (None, None)
         groups = ProcessGroups(timeout_s=limits.stuck_after_s, operation_timeout_s=_BACKSTOP_S)
         observers = Observers(tracer=tracer, progress=progress, faults=FaultInjector(job.faults, rank))
         executor, _ = build_executor(job, groups, observers, timeout_s=_BACKSTOP_S)
@@ -266,9 +276,9 @@ def run_ppo(options: RunOptions) -> dict[str, Any] | None:
         _train(job, executor, publisher)
         publisher.close()
         tracer.close()
-        if master is not None and writer is not None:
+        if master is not None and recorder is not None:
             master.close()
-            writer.close()
+            recorder.close()
     dist.barrier()
     summary = write_reports(options.output) if rank == 0 else None
     dist.destroy_process_group()
@@ -290,7 +300,7 @@ def _agreement(job: Job) -> dict[str, str]:
     }
 
 
-def _configure_logging(rank: int) -> None:
+def configure_logging(rank: int) -> None:
     """Plain lines of rank 0, warnings of every rank with its name; Megatron's set-up messages stay out."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
@@ -301,7 +311,8 @@ def _configure_logging(rank: int) -> None:
     logging.getLogger("megatron.core").setLevel(logging.WARNING)
 
 
-def _initialize_distributed() -> None:
+def initialize_distributed() -> None:
+    """Bring up ``torch.distributed`` as the environment says: NCCL with CUDA, else gloo; nothing if it is up."""
     if dist.is_initialized():
         return
     on_cuda = torch.cuda.is_available()
@@ -322,17 +333,39 @@ def _initialize_distributed() -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _start_master(job: Job, liveness: Liveness) -> tuple[Master, MetricsWriter]:
+def _write_plan(job: Job) -> None:
+    """The plan into the run's folder, with what it was predicted to do (`megatron-real compare` reads both)."""
+    plan, folder = job.program.plan, job.options.output
+    plan.dump(folder / "plan.json")
+    path = folder / "predicted.json"
+    path.unlink(missing_ok=True)  # of an earlier run
+    if plan.predicted is None:
+        return
+    simulation = None
+    try:
+        simulation = predicted_simulation(job.program)
+    except PlanError as error:
+        logger.warning("%s", error)
+    PredictedRun.of(plan.predicted, simulation).dump(path)
+    config = job.algorithm.config
+    run = {name: getattr(config, name) for name in ("num_minibatches", "num_epochs", "max_new_tokens")}
+    other = other_workload(plan.predicted, {"batch_size": job.options.data.batch_size, **run})
+    if other is not None:
+        logger.warning("%s", other)
+
+
+def _start_master(job: Job, liveness: Liveness) -> tuple[Master, IterationRecorder]:
     writer = MetricsWriter(job.options.output, first_iteration=job.first_iteration)
+    recorder = IterationRecorder(writer, job.program)
     master = Master(
         default_store(),
         dist.get_world_size(),
-        sink=writer.write,
+        sink=recorder.take,
         positions=liveness.positions,
         display=Display(job.options.iterations),
     )
     master.start()
-    return master, writer
+    return master, recorder
 
 
 def build_executor(
@@ -348,6 +381,7 @@ def build_executor(
         backend.add_model(name, setup)
         if name in job.loads and (job.resume is None or setup.optimizer is None):
             backend.load(name, job.loads[name])
+        backend.rest(name)
     if job.resume is not None:
         backend.resume(job.save_folder, job.first_iteration)
     device = cpu_device.device()
@@ -369,6 +403,7 @@ def build_executor(
             transfers=transfers,
             tokenizer=job.tokenizer,
             observers=observers or Observers(),
+            memory=backend.ledger,
         )
     )
     return executor, backend

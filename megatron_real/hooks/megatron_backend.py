@@ -245,6 +245,16 @@ class MegatronBackend:
         """See `ModelBackend.reload`."""
         self.copy(copy).reload()
 
+    def rest(self, model: str) -> None:
+        """Put a filled model where it waits for its first call: to the host, if that is where it lives between calls.
+
+        The first iteration then needs no more memory than later ones.
+        """
+        copy = self.home(model)
+        placement = self.program.plan.calls[self.program.graph.home_call(model).name]
+        if copy is not None and placement.offload == "host" and not self.program.graph.trained(model):
+            copy.offload("host")
+
     def version(self, copy: CopyKey) -> int:
         """See `ModelBackend.version`."""
         version = self.copy(copy).stamp.version

@@ -82,6 +82,19 @@ class RoleModel:
             padded_vocab_size=self.padded_vocab_size,
             tied_embeddings=self.ties,
             scalar_head=self.scalar_head,
+            head_size=config.kv_channels,
+            gated_mlp=config.gated_linear_unit,
+            linear_bias=config.add_bias_linear,
+            qkv_bias=config.add_qkv_bias,
+            norm_bias=config.normalization == "LayerNorm",
+            qk_norm=config.qk_layernorm,
+            learned_positions=(
+                self.max_sequence_length if self.position_embedding_type == "learned_absolute" else 0
+            ),
+            num_experts=config.num_moe_experts or 0,
+            experts_per_token=config.moe_router_topk,
+            expert_ffn_hidden_size=config.moe_ffn_hidden_size,
+            shared_expert_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0,
         )
 
 

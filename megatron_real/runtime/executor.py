@@ -8,6 +8,7 @@ for.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from megatron_real.backend import Algorithm, ModelBackend
 from megatron_real.data_plan import Lengths, build_transfer_plans
 from megatron_real.dataflow import Call, CallType
+from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import PlanError, Problem, RealError, raise_problems
 from megatron_real.layout import rank_groups
 from megatron_real.plan import CopyKey
@@ -50,6 +52,8 @@ class RunParts:
     transfers: DataTransfers
     tokenizer: Tokenizer
     observers: Observers = field(default_factory=Observers)
+    memory: MemoryLedger | None = None
+    """Where the backend books device memory; the executor measures each instruction's peak in it."""
     base_version: int = 0
     """Version of the trained models' weights before iteration 0. A backend whose versions go on after a
     resume leaves 0."""
@@ -66,6 +70,10 @@ class IterationMetrics:
     """Call -> name -> number, on the reporting rank of that call."""
     num_tokens: int = 0
     """Tokens of all sequences of the iteration, where their lengths are known."""
+    response_lengths: tuple[int, ...] = ()
+    """Of all sequences, where they are known."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """What this rank spent in each call, waiting for others in it included."""
 
 
 class Reporter(Protocol):
@@ -104,6 +112,8 @@ class RankExecutor:
         self._backend = parts.backend
         self.transfers = parts.transfers
         self._observers = parts.observers
+        self._memory = parts.memory
+        self._seconds: dict[str, float] = {}
         self._base_version = parts.base_version
         self._steps = tuple(
             (step, _KINDS[type(step.instruction)], self._facts_of(step))
@@ -147,6 +157,7 @@ class RankExecutor:
         """
         state = Iteration(number=iteration, prompts=prompts, store=self._store)
         self._store.clear()
+        self._seconds = {}
         self._told = self._response = None
         self._reporter = reporter or _NoReporter()
         self.transfers.begin(iteration, len(prompts.records))
@@ -167,8 +178,15 @@ class RankExecutor:
     ) -> None:
         self._observers.progress.enter(state.number, step.index, step.name)
         self._observers.faults.before(state.number, step.name, step.index)
+        if self._memory is not None:
+            self._memory.reset_peak()
+        began_s = time.monotonic()
         with self._observers.tracer.span(step.name, kind, state.number, **facts) as span:
             span.facts.update(self._execute(step, state, save))
+            if self._memory is not None:
+                span.facts["peak_bytes"] = self._memory.peak_bytes
+        if isinstance(step.instruction, Run):
+            self._seconds[step.instruction.call] = time.monotonic() - began_s
         if self._told is not None and isinstance(step.instruction, Run):
             self._response = self._gather_lengths(step.instruction, self._told, state.number)
             self._told = None
@@ -178,11 +196,15 @@ class RankExecutor:
             self._response = None
         self._observers.progress.leave()
 
-    @staticmethod
-    def _metrics(state: Iteration) -> IterationMetrics:
+    def _metrics(self, state: Iteration) -> IterationMetrics:
         lengths = state.lengths
-        num_tokens = sum(lengths.prompt) + sum(lengths.response) if lengths is not None else 0
-        return IterationMetrics(batch=state.batch_metrics, calls=state.call_metrics, num_tokens=num_tokens)
+        return IterationMetrics(
+            batch=state.batch_metrics,
+            calls=state.call_metrics,
+            num_tokens=sum(lengths.prompt) + sum(lengths.response) if lengths is not None else 0,
+            response_lengths=lengths.response if lengths is not None else (),
+            seconds=self._seconds,
+        )
 
     def _execute(self, step: Step, state: Iteration, save: Path | None) -> dict[str, Fact]:
         """Do one instruction; returns facts for its span."""

@@ -2,28 +2,107 @@
 
 A row is flat: names of the whole batch as they are (``reward``, ``kl``), those of a call behind its name
 (``actor_train/loss``). Lists with one number per optimizer step (``actor_train/steps/loss``) are in the JSON
-only.
+only. Of the responses there are statistics (``response/p99``), of the calls their seconds (``seconds/actor_gen``).
 
-Invariant (tests/unit/runtime/test_metrics.py): a resumed run leaves one row per iteration, that of its last
-try.
+Invariants (tests/unit/runtime/test_metrics.py, tests/unit/runtime/test_drift.py):
+    - a resumed run leaves one row per iteration, that of its last try;
+    - a call's seconds are those of `trace.attribute_waits`: what its ranks waited for each other does not count.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from megatron_real.dataflow import CallType
 from megatron_real.errors import ConfigError
+from megatron_real.layout import rank_groups
+from megatron_real.program import Program
+from megatron_real.runtime.drift import DriftMonitor, Priced
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["MetricsWriter", "flatten", "read_metrics"]
+__all__ = [
+    "RESPONSE",
+    "SECONDS",
+    "IterationRecorder",
+    "MetricsWriter",
+    "fold",
+    "flatten",
+    "meetings",
+    "quantile",
+    "read_metrics",
+]
 
 logger = logging.getLogger(__name__)
+
+RESPONSE = "response"
+"""Under this name the generating ranks tell ``lengths``, of all responses of an iteration."""
+SECONDS = "seconds"
+"""Under this name every rank tells what it spent in its calls: ``actor_gen/3`` is rank 3's."""
+
+_KEPT_LENGTHS = 8192
+
+Meetings = Mapping[str, Sequence[Sequence[int]]]
+"""By call: the groups of ranks that go through it together. Groups do not wait for each other."""
+
+
+def meetings(program: Program) -> Meetings:
+    """Who waits for whom in a call: replicas of a model meet in training only, ranks of a function never."""
+    result: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for call in program.graph.calls:
+        placement = program.plan.calls[call.name]
+        mesh, layout = placement.mesh, placement.parallel
+        if call.type is CallType.TRAIN:
+            result[call.name] = (tuple(mesh.ranks),)
+        else:
+            groups = rank_groups(mesh, layout, "tp", "cp", "pp") if call.model else [(r,) for r in mesh.ranks]
+            result[call.name] = tuple(tuple(group) for group in groups)
+    return result
+
+
+def fold(
+    metrics: Mapping[str | None, Mapping[str, Any]], together: Meetings
+) -> dict[str | None, dict[str, Any]]:
+    """Metrics with what ranks tell of responses and times brought together.
+
+    Of ranks that meet in a call, the last one to come tells how long it takes: it waits for nobody, and spends the
+    least time. A call whose groups do not meet takes as long as the slowest of them.
+    """
+    result = {call: dict(values) for call, values in metrics.items()}
+    lengths = result.pop(RESPONSE, {}).get("lengths", ())
+    if lengths:
+        result[RESPONSE] = {
+            "mean": statistics.fmean(lengths),
+            "p50": quantile(lengths, 0.5),
+            "p99": quantile(lengths, 0.99),
+            "max": max(lengths),
+        }
+    told = result.pop(SECONDS, {})
+    if told:
+        spent = {
+            call: [[told.get(f"{call}/{rank}", math.nan) for rank in group] for group in groups]
+            for call, groups in together.items()
+        }
+        result[SECONDS] = {
+            call: max(map(min, groups))
+            for call, groups in spent.items()
+            if not any(math.isnan(value) for group in groups for value in group)
+        }
+    return result
+
+
+def quantile(values: Iterable[float], level: float) -> float:
+    """The least of `values` that at least `level` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(level * len(ordered) - 1e-9) - 1)]
 
 
 def flatten(metrics: Mapping[str | None, Mapping[str, Any]]) -> dict[str, Any]:
@@ -110,6 +189,49 @@ class MetricsWriter:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class IterationRecorder:
+    """What the master does with a complete iteration: writes its row, and says where the run leaves its plan's range.
+
+    The lengths of the last responses go to ``response_lengths.json`` for whoever searches a plan for them: when drift
+    is reported, and at the end.
+
+    Args:
+        writer: of the run.
+        program: that the run executes.
+    """
+
+    def __init__(self, writer: MetricsWriter, program: Program) -> None:
+        self._writer = writer
+        self._together = meetings(program)
+        priced = Priced.of(program.plan.predicted)
+        self._monitor = DriftMonitor(priced) if priced is not None else None
+        self._lengths: deque[int] = deque(maxlen=_KEPT_LENGTHS)
+
+    def take(self, iteration: int, metrics: Mapping[str | None, Mapping[str, Any]]) -> None:
+        """An iteration is complete."""
+        lengths = metrics.get(RESPONSE, {}).get("lengths", ())
+        self._lengths.extend(lengths)
+        folded = fold(metrics, self._together)
+        self._writer.write(iteration, folded)
+        if self._monitor is None:
+            return
+        notices = self._monitor.observe(lengths, folded.get(SECONDS, {}))
+        for notice in notices:
+            logger.warning("iteration %d: %s", iteration + 1, notice)
+        if notices:
+            self._write_lengths()
+
+    def close(self) -> None:
+        """Write what is left, and close the writer."""
+        self._write_lengths()
+        self._writer.close()
+
+    def _write_lengths(self) -> None:
+        if self._lengths:
+            path = self._writer.path.with_name("response_lengths.json")
+            path.write_text(json.dumps(list(self._lengths)) + "\n")
 
 
 def _open_events(folder: Path, first_iteration: int) -> SummaryWriter | None:

@@ -39,9 +39,11 @@ def summarize(spans: Iterable[Span], metrics: Sequence[Mapping[str, Any]]) -> di
         - ``realloc_s_per_iteration``, ``transfer_s_per_iteration``: of the rank that spent most on it, waits excluded;
         - ``wait_share`` and the other shares: of all ranks' time;
         - ``runtime_share``: rank time in no instruction and no wait, such as planning;
+        - ``peak_memory_bytes``: by rank, the most device memory that it had booked at once in an instruction;
         - ``reward_standard_error``: of ``reward_last - reward_first``, from the variance of the iterations' means.
     """
-    return {**_rewards(metrics), **_times(attribute_waits(spans))}
+    spans = tuple(spans)
+    return {**_rewards(metrics), **_times(attribute_waits(spans)), **_memory(spans)}
 
 
 def _rewards(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -61,6 +63,15 @@ def _rewards(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "reward_standard_error": error,
         "explained_variance": statistics.fmean(explained) if explained else None,
     }
+
+
+def _memory(spans: Sequence[Span]) -> dict[str, Any]:
+    peaks: dict[int, int] = {}
+    for span in spans:
+        peak = span.facts.get("peak_bytes")
+        if isinstance(peak, int | float):
+            peaks[span.rank] = max(peaks.get(span.rank, 0), int(peak))
+    return {"peak_memory_bytes": {str(rank): peaks[rank] for rank in sorted(peaks)}} if peaks else {}
 
 
 def _times(spans: Sequence[Span]) -> dict[str, Any]:

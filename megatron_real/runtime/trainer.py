@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_real.dataflow import CallType
 from megatron_real.errors import ConfigError
 from megatron_real.runtime.executor import IterationMetrics, RankExecutor
+from megatron_real.runtime.metrics import RESPONSE, SECONDS
 from megatron_real.runtime.prompts import Prompts
 
 __all__ = ["MetricsSink", "NoMetrics", "TrainConfig", "TrainResult", "train"]
@@ -115,6 +117,8 @@ class _Reporter:
 
     sink: MetricsSink
     rank: int
+    tells_lengths: bool
+    """One rank tells the lengths of the responses: the first of the generating ones."""
     clock: Callable[[], float]
     start_s: float = 0.0
     """When the iteration began."""
@@ -124,6 +128,12 @@ class _Reporter:
             self.sink.publish(iteration, None, metrics.batch)
         for call, values in metrics.calls.items():
             self.sink.publish(iteration, call, values)
+        if self.tells_lengths:
+            self.sink.publish(iteration, RESPONSE, {"lengths": metrics.response_lengths})
+        if metrics.seconds:
+            self.sink.publish(
+                iteration, SECONDS, {f"{call}/{self.rank}": value for call, value in metrics.seconds.items()}
+            )
         if self.rank == 0:
             timing = {"duration_s": self.clock() - self.start_s, "tokens": metrics.num_tokens}
             self.sink.publish(iteration, "iteration", timing)
@@ -158,7 +168,14 @@ def train(
     Raises:
         RealError: as `RankExecutor.run_iteration`.
     """
-    reporter = _Reporter(sink=metrics or NoMetrics(), rank=executor.rank, clock=clock)
+    program = executor.program
+    generation = next(call for call in program.graph.calls if call.type is CallType.GENERATE)
+    reporter = _Reporter(
+        sink=metrics or NoMetrics(),
+        rank=executor.rank,
+        tells_lengths=executor.rank == program.plan.calls[generation.name].mesh.start,
+        clock=clock,
+    )
     began_s = clock()
     if state is not None:
         executor.algorithm.load_state_dict(state)

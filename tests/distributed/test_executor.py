@@ -519,7 +519,7 @@ def test_train_saves_resumes_and_stops() -> None:
         assert order[-1] == (3, "saved")
         after_calls = [word for _, word, *_ in order if word in ("end", "waited", "saved")]
         assert after_calls == (["end", "saved"] if rank else ["end", "waited", "saved"])
-    words = ("end", "waited", "saved")
+    words, placements = ("end", "waited", "saved"), PLANS["mixed"].calls
     told = [row for rank in whole for row in rank["rows"] if row[0] == 3 and row[1] not in words]
     assert sorted(map(str, told)) == sorted(
         map(
@@ -530,6 +530,15 @@ def test_train_saves_resumes_and_stops() -> None:
                 (3, "actor_train", ["loss"]),
                 (3, "critic_train", ["loss"]),
                 (3, "iteration", ["duration_s", "tokens"]),
+                (3, "response", ["lengths"]),  # by the first generating rank alone
+                *(
+                    (
+                        3,
+                        "seconds",
+                        [f"{call}/{rank}" for call in sorted(CALLS) if rank in placements[call].mesh],
+                    )
+                    for rank in range(4)
+                ),
             ],
         )
     )

@@ -1,11 +1,13 @@
-"""PPO's dataflow graph, written down a second time."""
+"""The algorithms' dataflow graphs, written down a second time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from megatron_real.algorithms.graphs import ppo_graph
-from megatron_real.dataflow import CallType, Per, Scope
+from megatron_real.algorithms.graphs import GRAPHS, graph_of, grpo_graph, ppo_graph, remax_graph
+from megatron_real.dataflow import CallType, Graph, Per, Scope
 from megatron_real.errors import PlanError
 
 
@@ -54,3 +56,96 @@ def test_edges(reward: str, reference: bool) -> None:
 def test_refuses_other_rewards() -> None:
     with pytest.raises(PlanError, match="'rule'"):
         ppo_graph("rule")
+
+
+def test_ppo_by_default_is_without_extras() -> None:
+    assert ppo_graph(extra_rewards=0) == ppo_graph()
+    with pytest.raises(PlanError, match="extra_rewards=-1"):
+        ppo_graph(extra_rewards=-1)
+
+
+@pytest.mark.parametrize(("extra", "calls"), [(2, 8), (6, 12)])
+def test_more_reward_models(extra: int, calls: int) -> None:
+    graph = ppo_graph(extra_rewards=extra)
+    assert len(graph.calls) == calls
+    for number in range(2, 2 + extra):
+        call = graph.call(f"rew{number}_inf")
+        assert (call.model, call.outputs) == (f"reward{number}", (f"rewards{number}",))
+        assert [parent.name for parent in graph.parents(call)] == ["actor_gen"]
+        assert call in graph.parents(graph.call("actor_train"))
+        assert call in graph.parents(graph.call("critic_train"))
+        assert (graph.key(f"rewards{number}").per, graph.key(f"rewards{number}").dtype) == (
+            Per.SEQUENCE,
+            "float32",
+        )
+        assert not graph.trained(f"reward{number}")
+
+
+EDGES = {
+    "grpo": {
+        ("actor_gen", "rew_inf"),
+        ("actor_gen", "ref_inf"),
+        ("actor_gen", "actor_train"),
+        ("rew_inf", "actor_train"),
+        ("ref_inf", "actor_train"),
+    },
+    "remax": {
+        ("actor_gen", "rew_inf"),
+        ("greedy_gen", "greedy_rew_inf"),
+        ("actor_gen", "actor_train"),
+        ("rew_inf", "actor_train"),
+        ("greedy_rew_inf", "actor_train"),
+    },
+    "dpo": {("ref_inf", "actor_train")},
+    "sft": set(),
+    "reward": set(),
+}
+CALLS = {
+    "grpo": "actor_gen rew_inf ref_inf actor_train",
+    "remax": "actor_gen greedy_gen rew_inf greedy_rew_inf actor_train",
+    "dpo": "ref_inf actor_train",
+    "sft": "actor_train",
+    "reward": "reward_train",
+}
+
+
+@pytest.mark.parametrize("name", sorted(EDGES))
+def test_calls_and_edges_of_the_others(name: str) -> None:
+    graph = graph_of(name)
+    assert graph.name == name
+    assert " ".join(call.name for call in graph.calls) == CALLS[name]
+    assert {(parent.name, call.name) for call in graph.calls for parent in graph.parents(call)} == EDGES[name]
+    assert graph.ordered() == graph.calls
+    trained = {call.model for call in graph.calls if call.trains}
+    assert trained == ({"reward"} if name == "reward" else {"actor"})
+
+
+def test_group_advantages_need_every_reward() -> None:
+    scopes = {entry.key: entry.scope for entry in grpo_graph().call("actor_train").inputs}
+    assert scopes == {
+        "tokens": Scope.SHARD,
+        "logprobs": Scope.SHARD,
+        "ref_logprobs": Scope.SHARD,
+        "rewards": Scope.FULL,
+    }
+
+
+@pytest.mark.parametrize("make", [grpo_graph, remax_graph])
+def test_rewards_and_reference_of_the_others(make: Callable[..., Graph]) -> None:
+    function = make("function", reference=False)
+    assert function.models == ("actor",)
+    assert all(call.model is None for call in function.calls if "rew" in call.name)
+    assert make("model", reference=True).models == ("actor", "reward", "ref")
+    with pytest.raises(PlanError, match="'rule'"):
+        make("rule")
+
+
+def test_by_name() -> None:
+    assert graph_of("ppo", reward="function", reference=False) == ppo_graph("function", reference=False)
+    assert set(GRAPHS) == {"ppo", *EDGES}
+    with pytest.raises(PlanError, match=r"algorithm: found 'dapo'; expected one of ppo, grpo, remax"):
+        graph_of("dapo")
+    with pytest.raises(PlanError, match=r"algorithm grpo: found the options critic; .* reward, reference"):
+        graph_of("grpo", critic=True)
+    with pytest.raises(PlanError, match="algorithm sft: found the options reference; expected none"):
+        graph_of("sft", reference=True)

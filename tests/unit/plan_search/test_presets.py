@@ -1,20 +1,32 @@
-"""Plans without a search: where the calls go, and what is refused."""
+"""Plans without a search: where calls go, what is refused; and the best plans of a kind, against brute force."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import permutations
 
 import pytest
 
-from megatron_real.algorithms.graphs import ppo_graph
+from megatron_real.algorithms.graphs import graph_of, ppo_graph
 from megatron_real.dataflow import CallType
 from megatron_real.errors import PlanError
 from megatron_real.layout import Layout, Mesh
 from megatron_real.model_shape import ModelShape
 from megatron_real.plan import ClusterSpec
-from megatron_real.plan_search.presets import split, symmetric
+from megatron_real.plan_search.presets import (
+    PRESETS,
+    least_memory,
+    preset_families,
+    solve_preset,
+    split,
+    symmetric,
+)
+from megatron_real.plan_search.problem import Choice, Limits, SearchProblem
 from megatron_real.program import Realloc, compile_program
+from tests.property.small_problems import every_choice, small_problem
 
 FOUR = ClusterSpec(devices_per_node=4)
 SHAPE = ModelShape(
@@ -109,3 +121,177 @@ def test_planning_imports_no_torch() -> None:
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+WORLD = Mesh(0, 4)
+
+
+def degrees(choice: Choice) -> tuple[int, int, int]:
+    layout = choice.option.layout
+    return layout.dp, layout.tp, layout.pp
+
+
+def is_of_kind(kind: str, problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
+    """The kinds, written down a second time for four devices in one node."""
+    graph = problem.graph
+    models = {name: choice for name, choice in choices.items() if graph.call(name).model is not None}
+    meshes = {choice.mesh for choice in choices.values()}
+    if kind == "split":
+        return is_split(problem, choices)
+    if meshes != {WORLD}:
+        return False
+    match kind:
+        case "symmetric":
+            return len(set(map(degrees, models.values()))) == 1
+        case "heuristic":
+            return set(map(degrees, models.values())) == {(1, 4, 1)}
+        case "hybrid":
+            return all(
+                choice.option.layout.pp == 1 if name == "actor_gen" else degrees(choice) == (4, 1, 1)
+                for name, choice in models.items()
+            )
+        case "colocated":
+            return shares_training_layouts(problem, choices)
+    raise AssertionError(kind)
+
+
+def shares_training_layouts(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
+    layouts: dict[str, set[tuple[int, int, int]]] = {}
+    for call in problem.graph.calls:
+        if call.model is not None and call.type is not CallType.GENERATE:
+            layouts.setdefault(call.model, set()).add(degrees(choices[call.name]))
+    return all(len(found) == 1 for found in layouts.values())
+
+
+def is_split(problem: SearchProblem, choices: Mapping[str, Choice]) -> bool:
+    def meshes(*names: str) -> set[Mesh]:
+        return {choices[name].mesh for name in names if name in choices}
+
+    actor, rest = meshes("actor_train", "ref_inf"), meshes("critic_inf", "critic_train", "rew_inf")
+    groups = [actor, rest]
+    if meshes("actor_gen") != actor:
+        groups.append(meshes("actor_gen"))
+    if any(len(group) != 1 for group in groups):
+        return False
+    windows = [next(iter(group)) for group in groups]
+    covered = sorted(rank for mesh in windows for rank in mesh.ranks)
+    return covered == [0, 1, 2, 3] and shares_training_layouts(problem, choices)
+
+
+def brute(kind: str, problem: SearchProblem) -> float:
+    periods = [
+        found.period_s
+        for choices in every_choice(problem)
+        if is_of_kind(kind, problem, choices) and (found := problem.evaluate(choices, problem.order)).fits
+    ]
+    return min(periods, default=float("inf"))
+
+
+MESHES = (WORLD, Mesh(0, 2), Mesh(2, 4), Mesh(2, 3), Mesh(3, 4))
+FULL_NODE = ("d1t4p1", "d4t1p1")
+
+
+def problem_of(seed: int, capacity: int, *, split: bool) -> SearchProblem:
+    graph = graph_of("grpo", reward="model" if seed % 2 else "function")
+    meshes = MESHES if split else (WORLD,)
+    problem = small_problem(seed, graph, meshes=meshes, capacity=capacity, keep=0.35)
+    if split:
+        return problem
+    # All layouts that calls could have in common are there.
+    full = small_problem(seed, graph, meshes=meshes, capacity=capacity, keep=1.0)
+    options = {
+        key: tuple(option for option in found if option.num_microbatches <= 2)
+        for key, found in full.options.items()
+    }
+    options = {
+        key: tuple(
+            option
+            for option in found
+            if str(option.layout) in FULL_NODE or option in problem.options[key] or key[0] == "rew_inf"
+        )
+        for key, found in options.items()
+    }
+    return replace(problem, options=options)
+
+
+@pytest.mark.parametrize("capacity", [150, 260])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", PRESETS)
+def test_a_preset_is_the_best_of_its_kind(kind: str, seed: int, capacity: int) -> None:
+    problem = problem_of(seed, capacity, split=kind == "split")
+    solution = solve_preset(kind, problem)
+    best = brute(kind, problem)
+    assert solution.period_s == pytest.approx(best, rel=1e-9)
+    if solution.assignment is None:
+        assert solution.proven_infeasible
+        return
+    assert is_of_kind(kind, problem, solution.assignment)
+    found = problem.evaluate(solution.assignment, solution.order)
+    assert (found.fits, found.period_s) == (True, solution.period_s)
+    assert solution.lower_bound_s == solution.period_s
+    problem.to_plan(solution.assignment, solution.order).check(problem.graph)
+
+
+def test_kinds_contain_each_other() -> None:
+    for seed in range(4):
+        problem = small_problem(seed, graph_of("ppo"), meshes=MESHES, capacity=300, keep=1.0)
+        periods = {kind: solve_preset(kind, problem, Limits(time_s=20)).period_s for kind in PRESETS[:2]}
+        colocated = solve_preset("colocated", problem, Limits(time_s=20, gap=0.02))
+        assert periods["symmetric"] <= periods["heuristic"]
+        assert colocated.lower_bound_s <= periods["symmetric"] * (1 + 1e-9)
+        assert colocated.period_s <= periods["symmetric"] * 1.02 + 1e-9
+
+
+def test_tp_fills_the_node_and_pp_crosses_the_nodes() -> None:
+    problem = small_problem(1, capacity=10**6, keep=1.0)
+    for nodes, devices, expected in ((1, 4, (1, 4, 1)), (2, 2, (1, 2, 2)), (4, 1, (2, 1, 2))):
+        cluster = ClusterSpec(num_nodes=nodes, devices_per_node=devices)
+        solution = solve_preset("heuristic", replace(problem, cluster=cluster))
+        assert solution.assignment is not None
+        assert set(map(degrees, solution.assignment.values())) == {expected}
+
+
+def test_every_way_to_split() -> None:
+    problem = small_problem(0, meshes=MESHES, capacity=10**6)
+    found = {
+        tuple(family.problem.pinned[name] for name in ("actor_train", "critic_train", "actor_gen"))
+        for family in preset_families("split", problem)
+    }
+    halves = (Mesh(0, 2), Mesh(2, 4))
+    thirds = (Mesh(0, 2), Mesh(2, 3), Mesh(3, 4))
+    assert found == {
+        *((actor, rest, actor) for actor, rest in permutations(halves)),
+        *permutations(thirds),
+    }
+
+
+def test_pins_hold_and_may_leave_no_plan_of_the_kind() -> None:
+    problem = replace(small_problem(0, capacity=10**6), pinned={"ref_inf": Mesh(0, 2)})
+    solution = solve_preset("split", problem)
+    assert solution.assignment is not None
+    assert {solution.assignment[name].mesh for name in ("ref_inf", "actor_train")} == {Mesh(0, 2)}
+    nothing = solve_preset("symmetric", problem)
+    assert (nothing.assignment, nothing.proven_infeasible) == (None, True)
+
+
+def test_a_limit_leaves_a_bound() -> None:
+    problem = small_problem(0, capacity=260, keep=1.0)
+    best = solve_preset("symmetric", problem)
+    cut = solve_preset("symmetric", problem, Limits(evaluations=1))
+    assert not cut.proven_infeasible
+    assert cut.lower_bound_s <= best.period_s * (1 + 1e-9)
+    assert cut.evaluations == 1
+
+
+def test_least_memory_is_what_is_missing() -> None:
+    problem = small_problem(3, graph_of("grpo", reward="function"), capacity=1, keep=0.25)
+    found, missing = least_memory(problem, problem.capacity_bytes)
+    assert found is not None
+    assert missing == problem.evaluate(found).overflow_bytes
+    best = min(problem.evaluate(choices).overflow_bytes for choices in every_choice(problem))
+    assert best <= missing <= 1.15 * best
+
+
+def test_unknown_presets_are_refused() -> None:
+    with pytest.raises(PlanError, match="'nemo'; expected one of heuristic, symmetric"):
+        solve_preset("nemo", small_problem(0))

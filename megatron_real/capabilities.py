@@ -1,4 +1,7 @@
-"""What the Megatron backend can execute of what a plan can say. Everything else is refused before it is built."""
+"""What the runtime can execute of what a plan can say. The list grows with the runtime.
+
+The search offers nothing else for execution, and the runtime refuses the rest before anything is built.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from megatron_real.dataflow import Call, CallType, Graph
 from megatron_real.errors import Problem
 from megatron_real.plan import Placement, Plan
 
-__all__ = ["capability_problems"]
+__all__ = ["EXECUTABLE_ALGORITHMS", "capability_problems", "placement_problems"]
+
+EXECUTABLE_ALGORITHMS = ("ppo",)
+"""Graphs that the runtime has the mathematics of; others can be priced."""
 
 
 def capability_problems(graph: Graph, plan: Plan) -> Iterator[Problem]:
@@ -20,10 +26,11 @@ def capability_problems(graph: Graph, plan: Plan) -> Iterator[Problem]:
     """
     for call in graph.calls:
         if call.model is not None:
-            yield from _call_problems(call, plan.calls[call.name])
+            yield from placement_problems(call, plan.calls[call.name])
 
 
-def _call_problems(call: Call, placement: Placement) -> Iterator[Problem]:
+def placement_problems(call: Call, placement: Placement) -> Iterator[Problem]:
+    """What in one placement cannot be run."""
     layout = placement.parallel
     path = f"calls.{call.name}"
     generates = call.type is CallType.GENERATE

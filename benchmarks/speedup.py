@@ -1,0 +1,556 @@
+"""Presets and the searched plan, priced from a profile of this machine and run for real on 2 and on 4 CPU ranks.
+
+    python benchmarks/speedup.py              # make bench-speedup; about 20 minutes on two cores
+    python benchmarks/speedup.py --ranks 2 --workloads long --repetitions 2
+
+PPO with four models. Two ranks have a core each; four ranks share two. For every workload and device memory each plan
+runs in the same processes: in turn, several times, in a rotated order, some iterations at a time of which the first one
+is discarded. `tight` memory is half-way between what the leanest plan needs and what the leanest one needs that
+replicates both trainings over all ranks, so training must be sharded.
+
+One JSON line per plan:
+    measured_s, ci95_s: mean seconds per iteration, and half the width of its 95 % interval;
+    idle_share: of all ranks' time, waiting for others; communication_share: batch data in transfers;
+    call_communication_share: predicted, of collectives and pipeline messages inside calls;
+    realloc_share: moving weights. Predicted and measured peak of device memory are those of the fullest rank.
+Presets whose plan is the same as another's share its run (`same_as`). What does not fit has no times.
+
+Then lines that sum up, with the aims. Profiles, plans and traces stay in runs/speedup: `megatron-real compare` shows
+each of the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_real.algorithms.graphs import ppo_graph  # noqa: E402
+from megatron_real.cli.ranks import launch_ranks  # noqa: E402
+from megatron_real.config import RunOptions, megatron_arguments  # noqa: E402
+from megatron_real.errors import CapacityError  # noqa: E402
+from megatron_real.plan_search.comparison import (  # noqa: E402
+    PredictedRun,
+    decisions_hash,
+    instruction_seconds,
+    iteration_seconds,
+)
+from megatron_real.plan_search.inputs import PlanInputs  # noqa: E402
+from megatron_real.plan_search.planner import Estimate, Planner  # noqa: E402
+from megatron_real.plan_search.planner_inputs import planner_of  # noqa: E402
+from megatron_real.plan_search.presets import PRESETS, least_memory  # noqa: E402
+from megatron_real.plan_search.problem import Limits  # noqa: E402
+from megatron_real.plan_search.space import Pin  # noqa: E402
+from megatron_real.runtime.summary import summarize  # noqa: E402
+from megatron_real.trace import Span, SpanKind, attribute_waits, read_spans  # noqa: E402
+
+OUTPUT = ROOT / "runs" / "speedup"
+SEARCHED = "searched"
+VOCABULARY = 257
+MEGATRON: dict[str, Any] = {
+    "num_layers": 6,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 768,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "disable_bias_linear": True,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "seq_length": 256,
+    "max_position_embeddings": 256,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": VOCABULARY,
+    "micro_batch_size": 1,
+    "lr": 1e-6,
+    "lr_decay_style": "constant",
+    "train_iters": 1,
+    "transformer_impl": "local",
+    "attention_backend": "unfused",
+    "no_persist_layer_norm": True,
+    "no_gradient_accumulation_fusion": True,
+    "no_masked_softmax_fusion": True,
+}
+"""Actor and reference. New weights sample almost uniformly, and so slow a learning rate keeps it so."""
+SMALL = {"num_layers": 3}
+"""Critic and reward model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """An iteration's work."""
+
+    batch_size: int
+    prompt: int
+    """Tokens of every prompt."""
+    cap: int
+    """Longest response."""
+    num_minibatches: int
+
+    def inputs(self) -> dict[str, Any]:
+        """As `PlanInputs.workload`: responses end with the end token, one in `VOCABULARY`, or at the cap."""
+        go_on = 1 - 1 / VOCABULARY
+        weights = [go_on ** (n - 1) / VOCABULARY for n in range(1, self.cap)]
+        return {
+            "batch_size": self.batch_size,
+            "num_minibatches": self.num_minibatches,
+            "prompt": {"length": self.prompt},
+            "response": {"lengths": list(range(1, self.cap + 1)), "weights": [*weights, 1 - sum(weights)]},
+            "memory_quantile": 1.0,
+        }
+
+
+WORKLOADS = {
+    "short": Work(batch_size=32, prompt=48, cap=8, num_minibatches=2),
+    "long": Work(batch_size=16, prompt=16, cap=96, num_minibatches=2),
+    "tiny": Work(batch_size=4, prompt=8, cap=4, num_minibatches=1),
+}
+"""Short responses, where training and inference count; long ones, where generation does; calls of milliseconds."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """A plan of a setting, and what its run was."""
+
+    name: str
+    estimate: Estimate | None
+    """None: no such plan fits."""
+    folder: Path
+    same_as: str | None = None
+    periods: tuple[float, ...] = ()
+    line: dict[str, Any] = field(default_factory=dict)
+    calls: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Predicted and measured seconds by instruction."""
+
+    @property
+    def measured_s(self) -> float:
+        return statistics.fmean(self.periods)
+
+    @property
+    def ci95_s(self) -> float:
+        count = len(self.periods)
+        if count < 2:
+            return math.inf
+        return student(count - 1) * statistics.stdev(self.periods) / math.sqrt(count)
+
+
+# Plans
+
+
+def profile_of(ranks: int) -> Path:
+    """This machine's profile for `ranks` ranks, measured where it is not there yet."""
+    path = OUTPUT / f"profile-{ranks}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    works = WORKLOADS.values()
+    settings = {
+        "output": path,
+        "cluster.devices_per_node": ranks,
+        "max_sequences": max(work.batch_size for work in works),
+        "max_length": max(work.prompt + work.cap for work in works),
+        "max_tokens": max(work.batch_size * (work.prompt + work.cap) for work in works),
+        "seconds": 0.25,
+        **{f"megatron.{name}": json.dumps(value) for name, value in MEGATRON.items()},
+        **{f"model.critic.megatron.{name}": value for name, value in SMALL.items()},
+    }
+    command = [sys.executable, "-m", "megatron_real.cli", "profile"]
+    command += [f"{name}={value}" for name, value in settings.items()]
+    log = OUTPUT / f"profile-{ranks}.log"
+    with log.open("w") as file:
+        if subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False).returncode:
+            sys.exit(f"the profile failed:\n{log.read_text()[-3000:]}")
+    return path
+
+
+def planner(ranks: int, work: Work, profile: Path, device_memory: int | None) -> Planner:
+    """Of PPO with four models on `ranks` ranks."""
+    cluster = {"devices_per_node": ranks, "device": "cpu", "device_memory": device_memory}
+    tree = {
+        "cluster": cluster,
+        "megatron": MEGATRON,
+        "model": {"critic": {"megatron": SMALL}, "reward": {"megatron": SMALL}},
+        "workload": work.inputs(),
+        "profile": profile,
+    }
+    return planner_of(PlanInputs.from_tree(tree, source="bench-speedup"), ppo_graph())
+
+
+def tight_memory(ample: Planner) -> int | None:
+    """Bytes with which training must be sharded; None where that needs no less."""
+    whole = Pin(layout={"tp": 1, "pp": 1}, ranks=(0, ample.cluster.num_devices))
+    pins = {"actor_train": whole, "critic_train": whole}
+    (_, least), (_, replicated) = (
+        least_memory(space.problem, 0) for space in (ample.space(), ample.space(pins=pins))
+    )
+    return round(math.sqrt(least * replicated)) if replicated > 1.05 * least else None
+
+
+def plans(planner: Planner, folder: Path, search_s: float) -> list[Result]:
+    """Every preset's plan and the searched one."""
+    results: list[Result] = []
+    seen: dict[str, str] = {}
+    for name in (*PRESETS, SEARCHED):
+        strategy = "exact" if name == SEARCHED else name
+        result = Result(name=name, estimate=None, folder=folder / name)
+        results.append(result)
+        try:
+            result.estimate = planner.search(strategy, limits=Limits(time_s=search_s)).estimate
+        except CapacityError:
+            continue
+        key = decisions_hash(result.estimate.plan)
+        result.same_as = seen.get(key)
+        seen.setdefault(key, name)
+    return results
+
+
+# Runs
+
+
+def options_of(result: Result, work: Work, iterations: int) -> RunOptions:
+    """The options of a run of this plan; writes plan, prediction and prompts into its folder."""
+    assert result.estimate is not None, "only plans that fit are run"
+    folder, plan = result.folder, result.estimate.plan
+    folder.mkdir(parents=True, exist_ok=True)
+    plan.dump(folder / "plan.json")
+    assert plan.predicted is not None, "an estimate fills it in"
+    PredictedRun.of(plan.predicted, result.estimate.simulation).dump(folder / "predicted.json")
+    prompts = folder / "prompts.jsonl"
+    letters = "etaoinshrdlu "
+    texts = ("".join(letters[(i * 7 + j) % 13] for j in range(work.prompt)) for i in range(64))
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return RunOptions.from_tree(
+        {
+            "plan": str(folder / "plan.json"),
+            "output": str(folder),
+            "iterations": iterations,
+            "data": {"prompts": str(prompts), "batch_size": work.batch_size},
+            "algorithm": {
+                "max_new_tokens": work.cap,
+                "num_minibatches": work.num_minibatches,
+                "num_epochs": 1,
+            },
+            "megatron": megatron_arguments(MEGATRON),
+            "model": {"critic": {"megatron": SMALL}, "reward": {"megatron": SMALL}},
+        }
+    )
+
+
+def run(ranks: int, runs: Sequence[RunOptions], repetitions: int, iterations: int) -> None:
+    """Run plans in turn, on ranks of their own."""
+    folder = runs[0].output.parent
+    job = folder / "job.json"
+    content = {
+        "runs": [json.loads(options.dumps()) for options in runs],
+        "repetitions": repetitions,
+        "iterations": iterations,
+    }
+    job.write_text(json.dumps(content))
+    failed = launch_ranks([sys.executable, __file__, "--rank", str(job)], ranks, folder)
+    if failed:
+        sys.exit(f"bench-speedup: {failed[0]}; see {folder / 'logs'}")
+
+
+def rank_main(path: Path) -> None:
+    """One rank: builds every plan's models, then runs the plans in turn."""
+    from megatron_real.hooks.install import install
+
+    install()
+    from megatron_real.hooks.pinning import pin_rank
+
+    pin_rank()
+    import torch.distributed as dist
+
+    from megatron_real.hooks import cpu_device
+    from megatron_real.hooks.launch import build_executor, initialize_distributed, prepare
+    from megatron_real.process_groups import ProcessGroups
+    from megatron_real.runtime.observers import Observers
+    from megatron_real.trace import Tracer
+
+    cpu_device.install_cpu_device()
+    job = json.loads(path.read_text())
+    initialize_distributed()
+    groups = ProcessGroups()
+    built = []
+    for tree in job["runs"]:
+        prepared = prepare(RunOptions.from_tree(tree))
+        tracer = Tracer(prepared.options.output / "trace", dist.get_rank())
+        executor, _ = build_executor(prepared, groups, Observers(tracer=tracer))
+        built.append((executor, prepared.prompts))
+    for repetition in range(job["repetitions"]):
+        first = repetition % len(built)
+        for executor, prompts in built[first:] + built[:first]:
+            dist.barrier()
+            for number in range(job["iterations"]):
+                iteration = repetition * job["iterations"] + number
+                executor.run_iteration(iteration, prompts.batch(iteration))
+            executor.transfers.fence()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# Results
+
+
+def measure(result: Result, iterations: int) -> None:
+    """Read a run's trace; the first iteration of each turn does not count."""
+    assert result.estimate is not None, "only plans that fit are run"
+    spans = read_spans(result.folder / "trace")
+    counted = {span.iteration for span in spans if span.iteration % iterations}
+    result.periods = tuple(seconds for i, seconds in iteration_seconds(spans).items() if i in counted)
+    waited = attribute_waits(spans)
+    measured = instruction_seconds(waited, counted)
+    simulated = result.estimate.simulation.spans
+    predicted = instruction_seconds(simulated, {max(span.iteration for span in simulated)})
+    result.calls = {
+        name: (predicted[kind, name], seconds)
+        for (kind, name), seconds in measured.items()
+        if kind is SpanKind.RUN and (kind, name) in predicted
+    }
+    result.line = {
+        **shares(waited, counted, iterations),
+        "call_communication_share": call_communication(result.estimate),
+    }
+    peaks = [int(span.facts["peak_bytes"] or 0) for span in spans if "peak_bytes" in span.facts]
+    result.line["predicted_peak_bytes"] = max(result.estimate.memory.peak_bytes.values())
+    result.line["peak_bytes"] = max(peaks, default=None)
+
+
+def shares(spans: Sequence[Span], counted: set[int], iterations: int) -> dict[str, float]:
+    """Of all ranks' time in the counted iterations, turn by turn."""
+    turns: dict[int, list[Span]] = {}
+    for span in spans:
+        if span.iteration in counted:
+            turns.setdefault(span.iteration // iterations, []).append(span)
+    parts = [summarize(turn, []) for turn in turns.values()]
+    names = {"idle_share": "wait_share", "communication_share": "transfer_share"}
+    names |= {name: name for name in ("realloc_share", "runtime_share")}
+    return {new: round(statistics.fmean(part[old] for part in parts), 4) for new, old in names.items()}
+
+
+def call_communication(estimate: Estimate) -> float:
+    """Predicted share of all ranks' time in collectives and messages inside calls."""
+    spent = sum(
+        cost.communication_s * estimate.plan.calls[name].mesh.size for name, cost in estimate.calls.items()
+    )
+    return round(spent / (estimate.period_s * estimate.plan.cluster.num_devices), 4)
+
+
+def setting(
+    ranks: int, name: str, memory: str, profile: Path, args: argparse.Namespace
+) -> list[Result] | None:
+    """Plan, run and print one setting; None where there is no tight memory."""
+    work = WORKLOADS[name]
+    ample = planner(ranks, work, profile, None)
+    device_memory = tight_memory(ample) if memory == "tight" else None
+    if memory == "tight" and device_memory is None:
+        return None
+    folder = OUTPUT / f"{ranks}-{name}-{memory}"
+    chosen = ample if device_memory is None else planner(ranks, work, profile, device_memory)
+    results = plans(chosen, folder, args.search_s)
+    distinct = [result for result in results if result.estimate is not None and result.same_as is None]
+    total = args.repetitions * args.iterations
+    run(ranks, [options_of(result, work, total) for result in distinct], args.repetitions, args.iterations)
+    by_name = {result.name: result for result in results}
+    for result in distinct:
+        measure(result, args.iterations)
+    for result in results:
+        if result.same_as is not None:
+            twin = by_name[result.same_as]
+            result.periods, result.line, result.calls = twin.periods, twin.line, twin.calls
+    base = by_name["heuristic"]
+    for result in results:
+        head = {"ranks": ranks, "device_memory": memory, "workload": name, "plan": result.name}
+        if result.estimate is None:
+            show({**head, "fits": False})
+            continue
+        speedup = base.measured_s / result.measured_s if base.periods else None
+        show(
+            {
+                **head,
+                "measured_s": round(result.measured_s, 4),
+                "ci95_s": round(result.ci95_s, 4),
+                "predicted_s": round(result.estimate.period_s, 4),
+                "speedup_over_heuristic": round(speedup, 3) if speedup is not None else None,
+                **result.line,
+                **({"same_as": result.same_as} if result.same_as else {}),
+                "device_memory_bytes": device_memory,
+            }
+        )
+    return results
+
+
+# Summary
+
+
+def sum_up(settings: Mapping[tuple[int, str, str], Sequence[Result]]) -> Iterator[dict[str, Any]]:
+    """The lines that judge the whole, against the aims."""
+    for ranks in sorted({key[0] for key in settings}):
+        mine = {key: results for key, results in settings.items() if key[0] == ranks}
+        own = {key: [r for r in results if r.periods and r.same_as is None] for key, results in mine.items()}
+        errors = [
+            r.estimate.period_s / r.measured_s - 1 for results in own.values() for r in results if r.estimate
+        ]
+        yield {
+            "summary": "predicted iteration time",
+            "ranks": ranks,
+            "plans": len(errors),
+            "median_error": round(statistics.median(map(abs, errors)), 4),
+            "bias": round(statistics.median(errors), 4),
+            "max_error": round(max(map(abs, errors)), 4),
+            "aim": "median <= 0.15 on two ranks",
+        }
+        yield {"summary": "order of plans", "ranks": ranks, **order_of(list(own.values()))}
+        yield {"summary": "measured / predicted by call", "ranks": ranks, **ratios(own)}
+    yield {"summary": "speed-up over heuristic", **speedups(settings)}
+    yield {"summary": "searched plan against presets", **against_presets(settings)}
+
+
+def order_of(groups: Sequence[Sequence[Result]]) -> dict[str, Any]:
+    """Whether plans that differ by more than their intervals come in the predicted order."""
+    right = wrong = 0
+    correlations, regrets = [], []
+    for results in groups:
+        for i, one in enumerate(results):
+            for other in results[:i]:
+                gap = one.measured_s - other.measured_s
+                if abs(gap) <= math.hypot(one.ci95_s, other.ci95_s):
+                    continue
+                agree = (predicted(one) - predicted(other)) * gap > 0
+                right, wrong = right + agree, wrong + (not agree)
+        expected, found = [predicted(r) for r in results], [r.measured_s for r in results]
+        if len(set(expected)) > 2 and len(set(found)) > 2:
+            correlations.append(statistics.correlation(expected, found, method="ranked"))
+        if results:
+            best = min(r.measured_s for r in results)
+            regrets.append(min(results, key=predicted).measured_s / best - 1)
+    return {
+        "median_rank_correlation": round(statistics.median(correlations), 3) if correlations else None,
+        "pairs_in_order": right,
+        "pairs_out_of_order": wrong,
+        "mean_regret": round(statistics.fmean(regrets), 4) if regrets else None,
+    }
+
+
+def predicted(result: Result) -> float:
+    """Seconds per iteration."""
+    assert result.estimate is not None, "it has run"
+    return result.estimate.period_s
+
+
+def ratios(groups: Mapping[tuple[int, str, str], Sequence[Result]]) -> dict[str, Any]:
+    """Median by workload and call."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for (_, workload, _), results in groups.items():
+        for result in results:
+            for name, (expected, seconds) in result.calls.items():
+                found.setdefault(workload, {}).setdefault(name.partition(":")[2], []).append(
+                    seconds / expected
+                )
+    return {
+        workload: {name: round(statistics.median(values), 2) for name, values in calls.items()}
+        for workload, calls in found.items()
+    }
+
+
+def speedups(settings: Mapping[tuple[int, str, str], Sequence[Result]]) -> dict[str, Any]:
+    """Of the searched plan over the heuristic one."""
+    found = {}
+    for (ranks, workload, memory), results in settings.items():
+        by_name = {result.name: result for result in results if result.periods}
+        if SEARCHED in by_name and "heuristic" in by_name:
+            ratio = by_name["heuristic"].measured_s / by_name[SEARCHED].measured_s
+            found[f"{ranks} ranks, {workload}, {memory}"] = round(ratio, 3)
+    long = [value for name, value in found.items() if ", long," in name]
+    return {
+        "by_setting": found,
+        "geometric_mean": round(statistics.geometric_mean(found.values()), 3) if found else None,
+        "aim": 1.54,
+        "long_responses": round(statistics.geometric_mean(long), 3) if long else None,
+        "aim_long_responses": 1.81,
+    }
+
+
+def against_presets(settings: Mapping[tuple[int, str, str], Sequence[Result]]) -> dict[str, Any]:
+    """By setting, the best preset's time over the searched plan's; and where one is faster beyond the intervals."""
+    ahead, behind = {}, []
+    for (ranks, workload, memory), results in settings.items():
+        by_name = {result.name: result for result in results if result.periods}
+        mine = by_name.pop(SEARCHED, None)
+        if mine is None:
+            continue
+        where = f"{ranks} ranks, {workload}, {memory}"
+        if by_name:
+            best = min(by_name.values(), key=lambda result: result.measured_s)
+            ahead[where] = {best.name: round(best.measured_s / mine.measured_s, 3)}
+        for preset in by_name.values():
+            slower = mine.measured_s - preset.measured_s
+            if slower > math.hypot(mine.ci95_s, preset.ci95_s):
+                behind.append(f"{where}: {preset.name} by {slower / preset.measured_s:.1%}")
+    return {"best_preset_over_searched": ahead, "slower_than": behind, "aim": "slower_than is empty"}
+
+
+_STUDENT = {
+    1: 12.71,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+    10: 2.228,
+}
+
+
+def student(degrees: int) -> float:
+    """The two-sided 95 % quantile of Student's t."""
+    return _STUDENT.get(degrees, 1.96 + 2.4 / degrees)
+
+
+def show(line: Mapping[str, Any]) -> None:
+    """Print a JSON line."""
+    print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    """All settings, or the chosen ones."""
+    parser = argparse.ArgumentParser(description="Presets and the searched plan, run for real.")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--memory", nargs="*", default=["ample", "tight"], choices=["ample", "tight"])
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=4, help="of a turn; the first is discarded")
+    parser.add_argument("--search-s", type=float, default=20.0)
+    args = parser.parse_args()
+    if args.rank is not None:
+        rank_main(args.rank)
+        return
+    settings = {}
+    for ranks in args.ranks:
+        profile = profile_of(ranks)
+        for workload in args.workloads:
+            for memory in args.memory:
+                results = setting(ranks, workload, memory, profile, args)
+                if results is not None:
+                    settings[ranks, workload, memory] = results
+    for line in sum_up(settings):
+        show(line)
+
+
+if __name__ == "__main__":
+    main()

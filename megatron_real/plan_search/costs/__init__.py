@@ -1,0 +1,1 @@
+"""What operations, calls and moves cost: seconds on a device."""

@@ -1,0 +1,356 @@
+"""Prices of what happens between calls: reallocations, transfers of data, offload and reload of weights.
+
+A reallocation is priced from the bytes that its plan really moves between each pair of ranks (`costs.traffic`): a
+rank's links inside and between nodes are used one message after the other, both directions at once, and the slowest
+rank counts. Today's plan does not look at nodes when it chooses who sends, and neither does the price. A transfer is
+priced in the mean: sequences are spread evenly, and what a rank received for an earlier consumer is counted again.
+
+Prices are of the steady state. They depend on where windows lie in their nodes and to each other, not on the windows
+themselves, and are cached so.
+
+Invariants (tests/unit/plan_search/test_moves.py, tests/property/test_moves.py):
+    - equal copies cost nothing, the same layout on other ranks does;
+    - bytes are those of `realloc_ops.plan.build_realloc_plan` and `data_plan.build_transfer_plans`;
+    - no move takes less time than its busiest rank's bytes over its fastest link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_real.dataflow import Call, CallType, Graph, Per, Scope
+from megatron_real.errors import PlanError
+from megatron_real.layout import Layout, Mesh
+from megatron_real.plan import Placement
+from megatron_real.plan_search.cluster import Cluster
+from megatron_real.plan_search.costs.operations import Collective, OperationCosts
+from megatron_real.plan_search.costs.stages import geometry
+from megatron_real.plan_search.costs.traffic import Traffic, Window, realloc_traffic
+from megatron_real.plan_search.memory import copy_memory
+from megatron_real.plan_search.models import ModelSpec
+from megatron_real.plan_search.parameters import stage_parameters
+from megatron_real.plan_search.workload import Workload
+from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
+from megatron_real.realloc_ops.shards import DTYPE_BYTES
+
+__all__ = ["MovePricer", "ReallocCost", "TransferCost"]
+
+_MAIN_ITEMSIZE = 4
+"""Bytes of a main parameter."""
+_LENGTH_ITEMSIZE = 8
+
+
+class ReallocCost(NamedTuple):
+    """Of one reallocation."""
+
+    seconds: float
+    bytes_moved: int
+    """Between ranks, all together."""
+    max_received_bytes: int
+    max_sent_bytes: int
+    """By one rank."""
+    messages: int
+    """All together."""
+
+
+class TransferCost(NamedTuple):
+    """Of one transfer."""
+
+    send_s: float
+    """Of a producer's rank: packing; it goes on then."""
+    wire_s: float
+    """From there until the last byte has arrived."""
+    receive_s: float
+    """Of a consumer's rank: unpacking."""
+
+
+class _Needs(NamedTuple):
+    """What one receiving rank gets of a producer's outputs, on average."""
+
+    num_bytes: float
+    messages: float
+
+
+_NOTHING = ReallocCost(0.0, 0, 0, 0, 0)
+_NO_TRANSFER = TransferCost(0.0, 0.0, 0.0)
+
+
+class MovePricer:
+    """Prices moves of weights and data."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelSpec],
+        cluster: Cluster,
+        workload: Workload,
+        operations: OperationCosts,
+        graph: Graph,
+    ) -> None:
+        self.models = models
+        self.cluster = cluster
+        self.workload = workload
+        self.operations = operations
+        self.graph = graph
+        self.bucket_bytes = DEFAULT_BUCKET_BYTES
+        self._per_node = cluster.devices_per_node
+        self._reallocs: dict[tuple[str, Window, Window], ReallocCost] = {}
+        self._transfers: dict[tuple[str, str | None, Window, Window], TransferCost] = {}
+        self._residence: dict[tuple[str, int, Layout, str], float] = {}
+
+    # Weights
+
+    def realloc(self, model: str, source: tuple[Mesh, Layout], target: tuple[Mesh, Layout]) -> ReallocCost:
+        """Bring a copy at `target` to the weights of the one at `source`; free if they are the same copy.
+
+        Raises:
+            PlanError: the model cannot be cut into one of the layouts.
+        """
+        if source == target:
+            return _NOTHING
+        windows = self._relative(source, target)
+        key = (model, *windows)
+        if key not in self._reallocs:
+            self._reallocs[key] = self._price_realloc(self.realloc_traffic(model, source, target))
+        return self._reallocs[key]
+
+    def realloc_traffic(
+        self, model: str, source: tuple[Mesh, Layout], target: tuple[Mesh, Layout]
+    ) -> Traffic:
+        """Bytes and messages of every rank; not cached."""
+        spec = self.models[model]
+        return realloc_traffic(
+            spec.shape,
+            spec.param_itemsize,
+            *self._relative(source, target),
+            per_node=self._per_node,
+            bucket_bytes=self.bucket_bytes,
+        )
+
+    def _relative(self, source: tuple[Mesh, Layout], target: tuple[Mesh, Layout]) -> tuple[Window, Window]:
+        """The two windows moved to the lowest ranks at which they lie alike in their nodes."""
+        origin = min(source[0].start, target[0].start) // self._per_node * self._per_node
+        return (
+            Window(source[0].start - origin, _of_weights(source[1])),
+            Window(target[0].start - origin, _of_weights(target[1])),
+        )
+
+    def _price_realloc(self, traffic: Traffic) -> ReallocCost:
+        operations = self.operations
+        within, across = (1 / operations.bandwidth(within_node=near) for near in (True, False))
+        received = traffic.received_within * within + traffic.received_across * across
+        sent = traffic.sent_within * within + traffic.sent_across * across
+        seconds = np.maximum(received, sent)
+        near, far = (operations.point_to_point(1.0, within_node=near) for near in (True, False))
+        messages = np.maximum(traffic.messages_received, traffic.messages_sent)
+        seconds += messages * (far if traffic.received_across.any() else near)
+        # What stays on the rank is copied, what leaves and comes is packed and unpacked.
+        copied = traffic.local + traffic.received + traffic.sent
+        most = float(copied.max(initial=0.0))
+        if most > 0:
+            seconds += copied * (operations.local_copy(most) / most)
+        return ReallocCost(
+            seconds=float(seconds.max(initial=0.0)),
+            bytes_moved=int(traffic.received.sum()),
+            max_received_bytes=int(traffic.received.max(initial=0.0)),
+            max_sent_bytes=int(traffic.sent.max(initial=0.0)),
+            messages=int(traffic.messages_received.sum()),
+        )
+
+    def offload(self, model: str, mesh: Mesh, layout: Layout, to: str) -> float:
+        """Seconds until a copy's device memory is free.
+
+        Frozen weights are on the host since the first time, and an optimizer has its main parameters anyway: nothing is
+        copied then (`hooks.model_copy.ModelCopy.offload`).
+
+        Raises:
+            PlanError: `to` is neither ``host`` nor ``main_params``.
+        """
+        _check_place(to)
+        if to == "main_params" or not self.graph.trained(model):
+            return 0.0
+        return self.operations.host_copy(self._shard_bytes(model, layout))
+
+    def reload(self, model: str, mesh: Mesh, layout: Layout, from_: str) -> float:
+        """Seconds to bring a copy's weights back from the ``host``, or from the optimizer's ``main_params``.
+
+        Raises:
+            PlanError: `from_` is neither.
+        """
+        _check_place(from_)
+        key = (model, mesh.start % self._per_node, layout, from_)
+        if key not in self._residence:
+            if from_ == "host":
+                self._residence[key] = self.operations.host_copy(self._shard_bytes(model, layout))
+            else:
+                self._residence[key] = self._rebuild_s(model, mesh, layout)
+        return self._residence[key]
+
+    def _shard_bytes(self, model: str, layout: Layout) -> int:
+        """Of the rank that has most."""
+        return max(copy_memory(self.models[model], layout, self.graph.trained(model)).weights_bytes)
+
+    def _rebuild_s(self, model: str, mesh: Mesh, layout: Layout) -> float:
+        """Main parameters are cast into the rank's part of the weights, then parts are gathered."""
+        spec = self.models[model]
+        groups = geometry(spec.shape, layout, mesh.start % self._per_node, self._per_node, 1)
+        slowest = 0.0
+        for stage in set(stage_parameters(spec.shape, layout)):
+            owned = stage.dense / groups.dense_group.size + stage.expert / groups.expert_group.size
+            seconds = self.operations.local_copy(stage.total * spec.param_itemsize + owned * _MAIN_ITEMSIZE)
+            for number, group in ((stage.dense, groups.dense_group), (stage.expert, groups.expert_group)):
+                if number:
+                    num_bytes = number * spec.param_itemsize
+                    seconds += self.operations.collective(Collective.ALL_GATHER, num_bytes, group)
+            slowest = max(slowest, seconds)
+        return slowest
+
+    # Data
+
+    def transfer(
+        self, producer: Call, consumer: Call | None, source: Placement, target: Placement
+    ) -> TransferCost:
+        """The outputs of `producer` that `consumer` takes; without one, a generation's lengths to all other ranks.
+
+        Args:
+            producer: the call that has run.
+            consumer: the call that needs its outputs.
+            source: of the producer.
+            target: of the consumer; without meaning where there is none.
+        """
+        windows = self._relative((source.mesh, source.parallel), (target.mesh, target.parallel))
+        key = (producer.name, consumer.name if consumer is not None else None, *windows)
+        if key not in self._transfers:
+            if consumer is None:
+                self._transfers[key] = self._price_lengths(producer, source.mesh)
+            else:
+                self._transfers[key] = self._price_transfer(producer, consumer, *windows)
+        return self._transfers[key]
+
+    def _price_lengths(self, producer: Call, mesh: Mesh) -> TransferCost:
+        """Rank r of the mesh sends to every size-th of the others."""
+        others = self.cluster.num_devices - mesh.size
+        if others == 0:
+            return _NO_TRANSFER
+        num_bytes = _LENGTH_ITEMSIZE * self.workload.num_sequences(producer)
+        each = -(-others // mesh.size)
+        message_s = self.operations.point_to_point(num_bytes, within_node=self.cluster.spec.num_nodes == 1)
+        copy_s = self.operations.local_copy(num_bytes)
+        return TransferCost(each * copy_s, each * message_s, copy_s)
+
+    def _price_transfer(self, producer: Call, consumer: Call, source: Window, target: Window) -> TransferCost:
+        senders = source.layout.dp * source.layout.tp
+        received_s = received_bytes = sent_bytes = sent_s = sent_messages = 0.0
+        for stage in sorted({0, target.layout.pp - 1}):
+            ends = (stage == 0, stage == target.layout.pp - 1)
+            needs = self._needs(producer, consumer, source, target, ends)
+            if needs.num_bytes <= 0:
+                continue
+            ranks = target.layout.size // target.layout.pp
+            near = _near_share(source, target, stage, self._per_node)
+            wire_s = self._wire_s(needs, near)
+            received_s = max(received_s, wire_s)
+            received_bytes = max(received_bytes, needs.num_bytes)
+            sent_s += wire_s * ranks / senders
+            sent_bytes += needs.num_bytes * ranks / senders
+            sent_messages += needs.messages * ranks / senders
+        if received_bytes <= 0:
+            return _NO_TRANSFER
+        copy = self.operations.local_copy
+        return TransferCost(copy(sent_bytes), max(received_s, sent_s), copy(received_bytes))
+
+    def _wire_s(self, needs: _Needs, near: float) -> float:
+        total = 0.0
+        for share, within in ((near, True), (1 - near, False)):
+            if share > 0:
+                total += share * needs.num_bytes / self.operations.bandwidth(within_node=within)
+                total += share * needs.messages * self.operations.point_to_point(1.0, within_node=within)
+        return total
+
+    def _needs(
+        self, producer: Call, consumer: Call, source: Window, target: Window, ends: tuple[bool, bool]
+    ) -> _Needs:
+        """Of a rank of the first stage, of the last one, or both."""
+        stage = target.layout.pp - 1 if ends[1] else 0
+        held = _held_share(source, target, stage)
+        same = held > 0 and self._same_sequences(producer, consumer, source, target)
+        count, num_bytes, sequences = self.workload.num_sequences(consumer), 0.0, 0.0
+        for scope, per, itemsize in self._keys(producer, consumer):
+            if not ends[1] and per is not Per.TOKEN:
+                continue
+            if scope is Scope.FULL:
+                missing = 1 - held
+            else:
+                missing = 0.0 if same else (1 - held) / target.layout.dp
+            num_bytes += count * missing * self._elements(per) * itemsize
+            sequences = max(sequences, count * missing)
+        shards = source.layout.dp - (1 if held > 0 else 0)
+        return _Needs(num_bytes, min(float(shards), sequences) if num_bytes > 0 else 0.0)
+
+    def _keys(self, producer: Call, consumer: Call) -> Iterator[tuple[Scope, Per, int]]:
+        for entry in consumer.inputs:
+            if entry.key in producer.outputs:
+                spec = self.graph.key(entry.key)
+                yield entry.scope, spec.per, DTYPE_BYTES[spec.dtype]
+
+    def _elements(self, per: Per) -> float:
+        """Of a sequence, on average."""
+        if per is Per.SEQUENCE:
+            return 1.0
+        return self.workload.response.mean if per is Per.RESPONSE else self.workload.mean_length
+
+    def _same_sequences(self, producer: Call, consumer: Call, source: Window, target: Window) -> bool:
+        """Whether both calls cut the batch alike: by the same weights, at once, over ranks in the same order."""
+        for call in (producer, consumer):
+            if call.type is CallType.GENERATE or (call.trains and self.workload.num_minibatches > 1):
+                return False
+        degrees = [(window.layout.dp, window.layout.cp, window.layout.tp) for window in (source, target)]
+        return degrees[0] == degrees[1]
+
+
+@lru_cache(maxsize=1 << 14)
+def _of_weights(layout: Layout) -> Layout:
+    """Without sequence parallelism, which changes no parameter's place."""
+    return replace(layout, sp=False) if layout.sp else layout
+
+
+def _check_place(place: str) -> None:
+    if place not in ("host", "main_params"):
+        raise PlanError(f"offload: found {place!r}; expected 'host' or 'main_params'.")
+
+
+def _stage_window(window: Window, stage: int) -> tuple[int, int]:
+    size = window.layout.size // window.layout.pp
+    return window.start + stage * size, window.start + (stage + 1) * size
+
+
+def _held_share(source: Window, target: Window, stage: int) -> float:
+    """Of a producer's outputs, what a rank of the consumer's `stage` has: 1 / dp if the producer ran there, else 0."""
+    first, stop = _stage_window(target, stage)
+    low, high = _stage_window(source, source.layout.pp - 1)
+    inside = low <= first and stop <= high and source.layout.cp == 1
+    return 1 / source.layout.dp if inside else 0.0
+
+
+def _near_share(source: Window, target: Window, stage: int, per_node: int) -> float:
+    """Share of (receiving rank, shard of the producer) with a holder of the shard in the receiver's node."""
+    low, _ = _stage_window(source, source.layout.pp - 1)
+    first, stop = _stage_window(target, stage)
+    layout = source.layout
+    return _near(low, layout.tp, layout.tp * layout.cp, layout.dp, (first, stop), per_node)
+
+
+@lru_cache(maxsize=1 << 14)
+def _near(low: int, width: int, stride: int, shards: int, span: tuple[int, int], per_node: int) -> float:
+    """Holders of shard d are the ranks ``low + d * stride`` and the `width` - 1 after it; receivers are in `span`."""
+    first, stop = span
+    starts = low + stride * np.arange(shards)
+    borders = np.zeros(max(int(starts[-1]) + width, stop) // per_node + 2)
+    np.add.at(borders, starts // per_node, 1)
+    np.add.at(borders, (starts + width - 1) // per_node + 1, -1)
+    holders = np.cumsum(borders)  # shards with a holder in each node
+    return float(holders[np.arange(first, stop) // per_node].sum()) / ((stop - first) * shards)

@@ -1,0 +1,207 @@
+"""Branch and bound: the best plan, with a certificate.
+
+The tree gives one call after another a window (those that weigh most first); `strategies/leaf.py` chooses options and
+order where all have one. The node with the least bound comes next, and its best child right after it, down to a leaf.
+At any time the least bound of the nodes that are open or were left out is a lower bound of the period of every choice.
+
+Invariants (tests/property/test_exact.py):
+    - the optimum equals full enumeration, and so does "nothing fits";
+    - the lower bound never exceeds the optimum, however early the search stops.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Sequence
+
+from megatron_real.plan_search.kernel import Kernel
+from megatron_real.plan_search.problem import Choice, Evaluation, Limits, Progress, SearchProblem, Solution
+from megatron_real.plan_search.strategies.bounds import INFINITY, ReallocFloor, Serial, WindowBound
+from megatron_real.plan_search.strategies.leaf import LeafSolver
+from megatron_real.plan_search.strategies.tables import Tables
+
+__all__ = ["Search", "solve"]
+
+_ROUNDING = 1e-9
+"""Relative difference that counts as none: sums of the same seconds in another order differ by less."""
+
+Reporter = Callable[[Progress], None]
+Windows = tuple[int, ...]
+
+
+class Search:
+    """What tree searches share: tables, bounds, the best choice so far, and what was left out."""
+
+    def __init__(self, problem: SearchProblem, limits: Limits, progress: Reporter | None) -> None:
+        self.problem = problem
+        self.limits = limits
+        self.kernel = Kernel(problem)
+        self._started = time.monotonic()
+        self._progress = progress
+        self._best: tuple[tuple[Choice, ...], tuple[int, ...]] | None = None
+        self._trace: list[Progress] = []
+        self.period = INFINITY
+        self.left_out = INFINITY
+        """Least bound of the parts that are not followed."""
+        self.open_bound = 0.0
+        self.tables = Tables(problem)
+        serial = Serial(self.tables)
+        reallocs = ReallocFloor(self.tables)
+        self.bound = WindowBound(self.tables, serial, reallocs)
+        self.leaves = LeafSolver(self.tables, serial, reallocs, self.kernel)
+        self.branching = self._branching()
+
+    def _branching(self) -> tuple[int, ...]:
+        """Calls in the order in which they get windows: pinned ones first, then by the rank-seconds they need."""
+        tables = self.tables
+        pinned = [call for call in range(tables.num_calls) if tables.calls[call].name in self.problem.pinned]
+        rest = [call for call in range(tables.num_calls) if call not in pinned]
+        rest.sort(key=lambda call: (-self.bound.least_area(call), call))
+        order = [*pinned, *rest]
+        for call in list(order):
+            twin = tables.twin[call]
+            if twin >= 0:  # interchangeable calls stand together
+                order.remove(call)
+                order.insert(order.index(twin) + 1, call)
+        return tuple(order)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    @property
+    def cutoff(self) -> float:
+        """Bounds from here on are not worth following."""
+        return self.period * (1 - self.limits.gap - _ROUNDING)
+
+    def leave_out(self, bound: float) -> None:
+        self.left_out = min(self.left_out, bound)
+
+    def stopped(self) -> bool:
+        """Whether time is up, or the evaluations are used up."""
+        most = self.limits.evaluations
+        return self.elapsed >= self.limits.time_s or (most is not None and self.kernel.evaluations >= most)
+
+    def offer(self, choices: Sequence[Choice], order: tuple[int, ...], evaluation: Evaluation) -> None:
+        if evaluation.fits and evaluation.period_s < self.period:
+            self.period = evaluation.period_s
+            self._best = (tuple(choices), order)
+            self.report()
+
+    def report(self) -> None:
+        """Tell what is known by now."""
+        bound = min(self.left_out, self.open_bound, self.period)
+        now = Progress(self.elapsed, self.kernel.evaluations, self.period, bound)
+        self._trace.append(now)
+        if self._progress is not None:
+            self._progress(now)
+
+    def warm_start(self, start: Solution | None) -> None:
+        """Take over the choice of another strategy, if it is one of this problem."""
+        if start is None or start.assignment is None:
+            return
+        names = self.kernel.names
+        for name in names:
+            choice = start.assignment[name]
+            options = self.problem.options_on(name, choice.mesh)
+            if choice.mesh not in self.problem.meshes_of(name) or choice.option not in options:
+                return
+        choices = [start.assignment[name] for name in names]
+        orders = [start.order] if start.order is not None else [next(self.problem.orders())]
+        for order in orders:
+            numbers = tuple(names.index(name) for name in order)
+            self.offer(choices, numbers, self.kernel.evaluate_choices(choices, numbers))
+
+    def children(self, windows: Windows, depth: int) -> list[tuple[float, float, Windows]]:
+        """Bound, spread and windows of every way to place the next call, the best first."""
+        call = self.branching[depth]
+        allowed = set(self.tables.candidates[call])
+        taken = 0
+        for window in windows:
+            if window >= 0:
+                taken |= 1 << window
+        twin = self.tables.twin[call]
+        found = []
+        pinned = self.tables.calls[call].name in self.problem.pinned
+        for window in allowed if pinned else self.tables.tree.placements(taken):
+            if window not in allowed or (twin >= 0 and window < windows[twin]):
+                continue
+            child = (*windows[:call], window, *windows[call + 1 :])
+            bound = self.bound(child, self.cutoff)
+            if bound.seconds >= self.cutoff:
+                self.leave_out(bound.seconds)
+            else:
+                found.append((bound.seconds, bound.spread, child))
+        found.sort()
+        return found
+
+    def solution(self, strategy: str, lower_bound: float, *, complete: bool) -> Solution:
+        """The answer; `complete`: every part of the tree was followed or left out by a bound."""
+        if self._best is None:
+            assignment, order = None, None
+        else:
+            choices, numbers = self._best
+            assignment = dict(zip(self.kernel.names, choices, strict=True))
+            order = tuple(self.kernel.names[number] for number in numbers)
+        if lower_bound >= self.period * (1 - _ROUNDING):
+            lower_bound = self.period
+        return Solution(
+            strategy=strategy,
+            assignment=assignment,
+            order=order,
+            period_s=self.period,
+            lower_bound_s=lower_bound,
+            evaluations=self.kernel.evaluations,
+            seconds=self.elapsed,
+            proven_infeasible=complete and self._best is None and lower_bound == INFINITY,
+            trace=tuple(self._trace),
+        )
+
+
+def solve(
+    problem: SearchProblem,
+    limits: Limits,
+    *,
+    start: Solution | None = None,
+    progress: Reporter | None = None,
+) -> Solution:
+    """The choice of the least period, or the best one found until a limit, with a lower bound for every choice.
+
+    Args:
+        problem: prices must not change when equal sibling windows change places.
+        limits: at `gap` above 0, parts of the tree that cannot be better by more than it are left out.
+        start: a choice to begin with, of any strategy.
+        progress: called at every improvement, and now and then when the bound has risen.
+    """
+    search = Search(problem, limits, progress)
+    search.warm_start(start)
+    windows = (-1,) * search.tables.num_calls
+    root = search.bound(windows)
+    heap: list[tuple[float, int, float, Windows]] = [(root.seconds, 0, root.spread, windows)]
+    if not all(search.tables.candidates):
+        heap = []
+    while heap:
+        search.open_bound = heap[0][0]
+        if search.open_bound >= search.cutoff or search.stopped():
+            break
+        bound, negative_depth, _, windows = heapq.heappop(heap)
+        _dive(search, heap, windows, (bound, -negative_depth))
+    open_bound = heap[0][0] if heap else INFINITY
+    return search.solution("exact", min(open_bound, search.left_out, search.period), complete=not heap)
+
+
+def _dive(
+    search: Search, heap: list[tuple[float, int, float, Windows]], windows: Windows, at: tuple[float, int]
+) -> None:
+    """Follow a node (`at`: its bound and depth) and its best descendants to a leaf; siblings go to the heap."""
+    bound, depth = at
+    while depth < len(search.branching):
+        children = search.children(windows, depth)
+        depth += 1
+        if not children:
+            return
+        for other, spread, child in children[1:]:
+            heapq.heappush(heap, (max(bound, other), -depth, spread, child))
+        bound, windows = max(bound, children[0][0]), children[0][2]
+    search.leaves.solve(windows, bound, search)

@@ -1,0 +1,335 @@
+"""The exact choice of options where every call's window is given, and some calls must be alike: small spaces.
+
+Presets are made of these. Depth first: a group of calls that must be alike takes its common value first, then call
+after call its option, the best bound first. A branch ends where its bound reaches the best plan so far, or where memory
+cannot suffice. The bound is the exact period of what happens at least: every call for the seconds of its fastest option
+that is left, and the reallocations whose two ends are decided.
+
+Invariants (tests/unit/plan_search/test_presets.py):
+    - equal to trying every choice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_real.dataflow import Call
+from megatron_real.layout import Layout, Mesh
+from megatron_real.plan_search.clocks import atoms_of, period
+from megatron_real.plan_search.kernel import Kernel
+from megatron_real.plan_search.problem import Choice, Event, Limits, Option, Progress, SearchProblem, Solution
+from megatron_real.plan_search.strategies.greedy import pareto
+
+__all__ = ["Alike", "Family", "solve_families"]
+
+_ROUNDING = 1e-9
+"""Two sums of the same seconds may differ by this part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alike:
+    """Calls whose layouts must be equal in something."""
+
+    calls: tuple[str, ...]
+    of: Callable[[Layout], Hashable]
+    """What must be equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Family:
+    """Plans of a kind."""
+
+    problem: SearchProblem
+    """With the options that the kind allows, and a window pinned for every call."""
+    alike: tuple[Alike, ...] = ()
+
+
+def solve_families(
+    name: str,
+    families: Sequence[Family],
+    limits: Limits,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+) -> Solution:
+    """The best plan of all families, in the declared order of calls or in the user's.
+
+    Args:
+        name: `Solution.strategy`.
+        families: kinds of plans; none of them is infeasible.
+        limits: all but `seed` hold.
+        progress: called at each improvement.
+
+    Returns:
+        A solution whose lower bound holds for plans of these families.
+    """
+    run = _Run(limits, progress)
+    searches = sorted(
+        (_FamilySearch(family, run) for family in families), key=lambda search: search.root_bound_s
+    )
+    for search in searches:
+        if not run.worth(search.root_bound_s):
+            break
+        run.lower_bound_s = search.root_bound_s
+        search.solve()
+    cut = run.stopped()
+    roots = [search.root_bound_s for search in searches]
+    bound = min(run.best_s, min(roots, default=run.best_s)) if cut else run.best_s
+    return Solution(
+        strategy=name,
+        assignment=run.best,
+        order=run.best_order,
+        period_s=run.best_s,
+        lower_bound_s=bound,
+        evaluations=run.evaluations,
+        seconds=run.seconds,
+        proven_infeasible=run.best is None and not cut,
+        trace=tuple(run.trace),
+    )
+
+
+class _Run:
+    """What the families share: the best plan, the limits."""
+
+    def __init__(self, limits: Limits, progress: Callable[[Progress], None] | None) -> None:
+        self._limits = limits
+        self._progress = progress
+        self._start = time.monotonic()
+        self._cut = False
+        self.best: dict[str, Choice] | None = None
+        self.best_order: tuple[str, ...] | None = None
+        self.best_s = float("inf")
+        self.lower_bound_s = 0.0
+        self.evaluations = 0
+        self.trace: list[Progress] = []
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def stopped(self) -> bool:
+        """Whether a limit is reached (then for good)."""
+        most = self._limits.evaluations
+        if self.seconds > self._limits.time_s or (most is not None and self.evaluations >= most):
+            self._cut = True
+        if self.best is not None and self.best_s - self.lower_bound_s < self._limits.gap * self.best_s:
+            self._cut = True
+        return self._cut
+
+    def worth(self, bound_s: float) -> bool:
+        """Whether to look at plans with this lower bound."""
+        return bound_s < self.best_s * (1 - _ROUNDING) and not self.stopped()
+
+    def offer(self, problem: SearchProblem, kernel: Kernel, assignment: dict[str, Choice]) -> None:
+        """Keep a plan if it fits and is faster."""
+        self.evaluations += 1
+        found = kernel.evaluate(assignment, problem.order)
+        if found.fits and found.period_s < self.best_s:
+            self.best, self.best_order, self.best_s = assignment, problem.order, found.period_s
+            step = Progress(self.seconds, self.evaluations, self.best_s, self.lower_bound_s)
+            self.trace.append(step)
+            if self._progress is not None:
+                self._progress(step)
+
+
+class _Least(NamedTuple):
+    """What the options that are left to a call need at least, one by one."""
+
+    options: tuple[Option, ...]
+    seconds: float
+    leave_s: float
+    """Of the single call of a frozen model, if every option leaves."""
+    return_s: float
+    resident: tuple[int, ...]
+    """Of a home, while the call at each position of the order runs, and at the start of the iteration."""
+    own: int
+    """While the call itself runs, with what is resident of its copy."""
+
+
+@dataclass(slots=True)
+class _Node:
+    """Options that are left, by call."""
+
+    left: dict[str, _Least]
+    decided: frozenset[str] = frozenset()
+
+
+class _FamilySearch:
+    def __init__(self, family: Family, run: _Run) -> None:
+        self._problem = family.problem
+        self._graph = graph = family.problem.graph
+        self._run = run
+        self._kernel = Kernel(family.problem)
+        self._windows = dict(self._problem.pinned)
+        self._covers, self._num_atoms = atoms_of(list(self._windows.values()))
+        self._order = graph.ordered(self._problem.order)
+        self._position = {call.name: position for position, call in enumerate(self._order)}
+        self._homes = {model: graph.home_call(model).name for model in graph.models}
+        self._parents = {
+            call.name: tuple(other.name for other in graph.parents(call)) for call in graph.calls
+        }
+        # Trainings need most of memory and time: they come first.
+        self._branching = sorted(self._position, key=lambda name: not graph.call(name).trains)
+        self._alike = [group for group in family.alike if len(group.calls) > 1]
+        self._kept: dict[tuple[str, int], _Least] = {}
+        self._root = _Node({call.name: self._least(call.name, self._options(call)) for call in self._order})
+        self.root_bound_s = self._bound(self._root)
+
+    def _options(self, call: Call) -> tuple[Option, ...]:
+        home = call.model is not None and self._homes[call.model] == call.name
+        free = call.model is None or len(self._graph.calls_of(call.model)) == 1
+        free = free and not any(call.name in group.calls for group in self._alike)
+        return pareto(self._problem.options_on(call.name, self._windows[call.name]), home=home, alone=free)
+
+    def solve(self) -> None:
+        self._common(self._root, 0)
+
+    def _common(self, node: _Node, depth: int) -> None:
+        """Branch over what the calls of a group have in common."""
+        if depth == len(self._alike):
+            self._descend(node)
+            return
+        group = self._alike[depth]
+        values = [{group.of(option.layout) for option in node.left[name].options} for name in group.calls]
+        children = []
+        for value in set.intersection(*values):
+            left = dict(node.left)
+            for name in group.calls:
+                same = tuple(option for option in left[name].options if group.of(option.layout) == value)
+                left[name] = self._least(name, same)
+            child = _Node(left, node.decided)
+            children.append((self._bound(child), str(value), child))
+        for bound, _, child in sorted(children, key=lambda entry: entry[:2]):
+            if not self._run.worth(bound):
+                return
+            self._common(child, depth + 1)
+
+    def _descend(self, node: _Node) -> None:
+        name = next((name for name in self._branching if name not in node.decided), None)
+        if name is None:
+            left = node.left.items()
+            assignment = {call: Choice(self._windows[call], least.options[0]) for call, least in left}
+            self._run.offer(self._problem, self._kernel, assignment)
+            return
+        children = []
+        for option in node.left[name].options:
+            child = _Node({**node.left, name: self._alone(name, option)}, node.decided | {name})
+            children.append((self._bound(child), child))
+        for bound, child in sorted(children, key=lambda entry: entry[0]):
+            if not self._run.worth(bound):
+                return
+            self._descend(child)
+
+    def _alone(self, name: str, option: Option) -> _Least:
+        key = name, id(option)
+        if key not in self._kept:
+            self._kept[key] = self._least(name, (option,))
+        return self._kept[key]
+
+    def _least(self, name: str, options: tuple[Option, ...]) -> _Least:
+        if not options:
+            return _Least((), float("inf"), 0.0, 0.0, (), 0)
+        call = self._graph.call(name)
+        home = call.model is not None and self._homes[call.model] == name
+        # Only of a model's single call it is known where in the order the moves stand.
+        frozen = home and not call.trains and len(self._graph.calls_of(call.model or "")) == 1
+        away = [option.offload == "host" for option in options]
+        resident = [self._resident(call, option) for option in options] if home else []
+        return _Least(
+            options=options,
+            seconds=min(option.seconds for option in options),
+            leave_s=min(option.leave_s for option in options) if frozen and all(away) else 0.0,
+            return_s=min(option.return_s for option in options) if frozen and all(away) else 0.0,
+            resident=tuple(map(min, zip(*resident, strict=True))),
+            own=min(
+                option.active_bytes + (option.weights_bytes + option.state_bytes if home else 0)
+                for option in options
+            ),
+        )
+
+    def _resident(self, call: Call, option: Option) -> tuple[int, ...]:
+        """Of a home copy, by position in the order, then at the start."""
+        positions = range(len(self._order) + 1)
+        resident = self._problem.resident_bytes(call, option)
+        if not option.drop_trained_weights:
+            return (resident,) * len(positions)
+        uses = [
+            self._position[other.name] for other in self._graph.calls_of(call.model or "") if other != call
+        ]
+        train = self._position[call.name]
+        gone = range(min(uses), train) if uses else range(0)
+        return tuple(resident + (0 if at in gone else option.weights_bytes) for at in positions)
+
+    def _bound(self, node: _Node) -> float:
+        """No plan below `node` has a shorter period; infinite if none fits."""
+        if not all(least.options for least in node.left.values()) or not self._may_fit(node):
+            return float("inf")
+        events = self._least_events(node)
+        where = [tuple({atom for mesh in event.meshes for atom in self._covers[mesh]}) for event in events]
+        return period(events, where, self._num_atoms)
+
+    def _least_events(self, node: _Node) -> list[Event]:
+        """What happens at least: runs, and moves of which it is known where in the order they stand."""
+        events = []
+        reallocs = self._reallocs(node)
+        for call in self._order:
+            least, mesh = node.left[call.name], self._windows[call.name]
+            if least.return_s:
+                events.append(Event("reload", (mesh,), least.return_s))
+            if call.name in reallocs:
+                events.append(reallocs[call.name])
+            events.append(Event(f"run:{call.name}", (mesh,), least.seconds, self._parents[call.name]))
+            if least.leave_s:
+                events.append(Event("offload", (mesh,), least.leave_s))
+        return events
+
+    def _reallocs(self, node: _Node) -> dict[str, Event]:
+        """By call. Of each model up to the first call that is open: that one's copy may serve the later ones."""
+        events = {}
+        for model, name in self._homes.items():
+            copies: set[tuple[Mesh, Layout]] = set()
+            for call in self._order:
+                if call.model != model or call.name == name:
+                    continue
+                if call.name not in node.decided or name not in node.decided:
+                    break
+                copy = self._copy(node, call)
+                if copy is not None and (key := (copy[1].mesh, copy[1].option.layout)) not in copies:
+                    copies.add(key)
+                    meshes = (copy[1].mesh, copy[0].mesh)
+                    events[call.name] = Event("realloc", meshes, self._problem.realloc_s(model, *copy))
+        return events
+
+    def _copy(self, node: _Node, call: Call) -> tuple[Choice, Choice] | None:
+        """Home and choice of a call that is decided to run on a copy of its own."""
+        if call.model is None or self._homes[call.model] == call.name:
+            return None
+        name = self._homes[call.model]
+        if call.name not in node.decided or name not in node.decided:
+            return None
+        home = Choice(self._windows[name], node.left[name].options[0])
+        choice = Choice(self._windows[call.name], node.left[call.name].options[0])
+        return None if choice.same_copy(home) else (home, choice)
+
+    def _may_fit(self, node: _Node) -> bool:
+        """Whether what every option needs at least, resident and while a call runs, fits on every rank."""
+        homes = [(name, self._covers[self._windows[name]]) for name in self._homes.values()]
+        capacity = self._problem.capacity_bytes
+        for position in range(len(self._order) + 1):
+            held = [0] * self._num_atoms
+            for name, covered in homes:
+                for atom in covered:
+                    held[atom] += node.left[name].resident[position]
+            if position == len(self._order):
+                return max(held) <= capacity
+            call = self._order[position]
+            least = node.left[call.name]
+            need = least.own - (least.resident[position] if least.resident else 0)
+            copy = self._copy(node, call)
+            if copy is not None:
+                need += copy[1].option.weights_bytes
+            if any(held[atom] + need > capacity for atom in self._covers[self._windows[call.name]]):
+                return False
+        raise AssertionError("the start is the last position")

@@ -1,0 +1,106 @@
+"""What the executor really does on each rank, over gloo and without models, is what the simulator says that it does."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from megatron_real.plan_search.simulator import TransferTime, simulate
+from megatron_real.process_groups import ProcessGroups
+from megatron_real.program import Instruction, Run, Transfer, compile_program
+from megatron_real.trace import SpanKind
+from tests.distributed.fake_backend import ppo_like_graph, prompts_of
+from tests.distributed.test_executor import PLANS, SEQUENCES, make_executor, make_plan
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.dist
+
+ITERATIONS = 3
+SLEEPS = {
+    "actor_gen": 0.4,
+    "rew_inf": 0.1,
+    "ref_inf": 0.15,
+    "critic_inf": 0.2,
+    "actor_train": 0.35,
+    "critic_train": 0.8,
+}
+"""So long that the messages and the runtime's own work are nothing beside them, even on a busy machine."""
+APART = make_plan(
+    2,
+    {"critic_inf": "d1t1p1@1-1", "critic_train": "d1t1p1@1-1", "rew_inf": "d1t1p1@1-1"},
+    "d1t1p1@0-0",
+)
+"""Actor and reference on rank 0; on rank 1 the critic, whose training is longer than the next generation."""
+
+
+class Sleeps:
+    """Prices of calls that only sleep."""
+
+    def seconds(self, instruction: Instruction) -> float:
+        return SLEEPS[instruction.call] if isinstance(instruction, Run) else 0.001
+
+    def transfer(self, instruction: Transfer) -> TransferTime:
+        return TransferTime(0.001, 0.001, 0.001)
+
+
+def _walk(names: list[str], iterations: int, sleeps: dict[str, float]) -> list[list[dict[str, Any]]]:
+    groups = ProcessGroups(timeout_s=20)
+    result = []
+    for name in names:
+        plan = APART if name == "apart" else PLANS[name]
+        executor, _, recorder = make_executor(plan, groups, sleep_s=sleeps)
+        for iteration in range(iterations):
+            executor.run_iteration(iteration, prompts_of(iteration, SEQUENCES))
+        executor.transfers.fence()
+        result.append(recorder.spans)
+    return result
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_simulated_order_is_the_executed_one(size: int) -> None:
+    names = [name for name, plan in PLANS.items() if plan.cluster.num_devices == size]
+    by_rank = run_ranks(size, _walk, names, ITERATIONS, {})
+    for case, name in enumerate(names):
+        program = compile_program(ppo_like_graph(reward_model=True), PLANS[name])
+        simulated = simulate(program, Sleeps(), iterations=ITERATIONS).spans
+        for rank in range(size):
+            mine = [span for span in simulated if span.rank == rank]
+            for before, after in itertools.pairwise(mine):
+                assert before.end_s <= after.start_s, f"{name}: rank {rank}"
+            told = [
+                (span.iteration, span.name, str(span.kind), span.facts.get("side"))
+                for span in mine
+                if span.kind is not SpanKind.WAIT
+            ]
+            # The generating ranks tell each other how long responses are: the runtime's own, no instruction.
+            did = [
+                (span["iteration"], span["name"], span["kind"], span.get("side"))
+                for span in by_rank[rank][case]
+                if span.get("side") != "gather"
+            ]
+            assert told == did, f"{name}: rank {rank}"
+
+
+@pytest.mark.parametrize("name", ["apart", "two-halves"])
+def test_the_simulated_timeline_is_the_executed_one(name: str) -> None:
+    """With calls that sleep, everything starts when the simulator says: what overlaps, and who waits for whom."""
+    iterations = 4
+    by_rank = run_ranks(2, _walk, [name], iterations, SLEEPS)
+    program = compile_program(ppo_like_graph(reward_model=True), APART if name == "apart" else PLANS[name])
+    result = simulate(program, Sleeps(), iterations=iterations)
+    origin = min(spans[0][0]["start_s"] for spans in by_rank)
+    for rank, (spans,) in enumerate(by_rank):
+        for span in spans:
+            if span["kind"] != "run":
+                continue
+            (right,) = [
+                other.start_s
+                for other in result.spans
+                if (other.rank, other.iteration, other.name) == (rank, span["iteration"], span["name"])
+                and other.kind is SpanKind.RUN
+            ]
+            # Every instruction of the runtime takes some milliseconds; they add up.
+            slack = 0.1 * (span["iteration"] + 1)
+            assert right - 0.02 <= span["start_s"] - origin <= right + slack, (rank, span, right)

@@ -1,0 +1,151 @@
+"""The CP-SAT model against full enumeration, and against the exact search."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from megatron_real.algorithms.graphs import graph_of
+from megatron_real.errors import ConfigError, PlanError
+from megatron_real.layout import Mesh
+from megatron_real.plan_search.kernel import Kernel
+from megatron_real.plan_search.problem import Limits, Option, Progress, SearchProblem
+from megatron_real.plan_search.strategies import cpsat, greedy
+from tests.property.search_problems import GRAPHS, random_problem, realistic_problem
+from tests.property.small_problems import every_choice, small_problem
+
+pytest.importorskip("ortools")
+
+ROUNDING = 1e-3
+THREE = (Mesh(0, 3), Mesh(0, 2), Mesh(1, 3), Mesh(0, 1), Mesh(2, 3))
+"""Windows that are neither nested nor disjoint."""
+
+
+def optimum(problem: SearchProblem) -> float:
+    kernel = Kernel(problem)
+    orders = list(problem.orders())
+    found = (
+        kernel.evaluate(choices, order) for choices, order in itertools.product(every_choice(problem), orders)
+    )
+    return min((one.period_s for one in found if one.fits), default=math.inf)
+
+
+def check(problem: SearchProblem, best: float) -> None:
+    solution = cpsat.solve(problem, Limits(time_s=60))
+    if best == math.inf:
+        assert solution.proven_infeasible
+        assert solution.assignment is None
+        return
+    assert solution.assignment is not None
+    found = problem.evaluate(solution.assignment, solution.order)
+    assert (found.fits, found.period_s) == (True, solution.period_s)
+    problem.to_plan(solution.assignment, solution.order).check(problem.graph)
+    assert solution.period_s == pytest.approx(best, rel=ROUNDING)
+    assert best * (1 - ROUNDING) <= solution.lower_bound_s <= best * (1 + 1e-9)
+
+
+def equal_weights(problem: SearchProblem) -> SearchProblem:
+    """With weights that follow from call, size and layout, as they do."""
+
+    def settled(call: str, option: Option) -> Option:
+        model = problem.graph.call(call).model
+        weights = random.Random(f"{model}{option.layout}").randint(2, 40)
+        return replace(option, weights_bytes=weights)
+
+    options = {
+        (call, size): tuple(settled(call, option) for option in found)
+        for (call, size), found in problem.options.items()
+    }
+    return replace(problem, options=options)
+
+
+@pytest.mark.parametrize("kind", sorted(GRAPHS))
+def test_random_problems(kind: str) -> None:
+    rng = random.Random(kind)
+    for _ in range(3):
+        problem = equal_weights(random_problem(rng, kind=kind, most=800))
+        check(problem, optimum(problem))
+
+
+@pytest.mark.parametrize("capacity", [210, 260, 400])
+@pytest.mark.parametrize("name", ["grpo", "remax", "dpo"])
+def test_windows_that_are_not_nested(name: str, capacity: int) -> None:
+    options = {"reward": "function"} if name != "dpo" else {}
+    problem = small_problem(
+        capacity, graph_of(name, **options), meshes=THREE[:4], capacity=capacity, keep=0.08, laminar=False
+    )
+    check(problem, optimum(problem))
+
+
+def middle_sized() -> Iterator[SearchProblem]:
+    for seed in range(6):
+        yield small_problem(seed, graph_of("ppo"), capacity=(240, 300, 500)[seed % 3], keep=0.5)
+    for seed in range(4):
+        graph = graph_of("grpo" if seed % 2 else "remax")
+        yield small_problem(seed, graph, capacity=(230, 300)[seed // 2], keep=0.7)
+
+
+@pytest.mark.parametrize("problem", list(middle_sized()), ids=range(10))
+def test_agrees_with_the_exact_search(problem: SearchProblem) -> None:
+    exact = pytest.importorskip("megatron_real.plan_search.strategies.exact")
+    best = exact.solve(problem, Limits(time_s=60))
+    assert best.gap == 0 or best.proven_infeasible
+    check(problem, best.period_s)
+
+
+def test_no_power_of_two_is_needed() -> None:
+    """On 6 devices thirds are better than halves: three equal frozen models after a generation."""
+    graph = graph_of("ppo", extra_rewards=1)
+    meshes = tuple(Mesh(at, at + size) for size in (6, 3, 2) for at in range(0, 7 - size, size))
+    problem = small_problem(3, graph, meshes=meshes, capacity=10**6, keep=0.3, laminar=False)
+    limits = Limits(time_s=60)
+    halves = replace(problem, meshes=tuple(mesh for mesh in meshes if mesh.size != 2))
+    thirds, without = cpsat.solve(problem, limits), cpsat.solve(halves, limits)
+    assert thirds.lower_bound_s <= without.period_s
+    assert thirds.period_s <= without.period_s * (1 + ROUNDING)
+
+
+def test_three_sharers_of_a_copy_give_a_plan_without_a_bound() -> None:
+    rows = "abc"
+    graph = graph_of("grpo", reward="function")
+    extra = tuple(replace(graph.call("actor_gen"), name=f"gen_{name}", outputs=()) for name in rows)
+    graph = replace(graph, calls=(*extra, *graph.calls))
+    problem = small_problem(0, graph, meshes=(Mesh(0, 2),), capacity=500, keep=0.2)
+    solution = cpsat.solve(problem, Limits(time_s=30))
+    assert solution.assignment is not None
+    assert problem.evaluate(solution.assignment, solution.order).fits
+    assert solution.lower_bound_s == 0.0
+
+
+def test_a_time_limit_leaves_the_start_and_a_bound() -> None:
+    problem = realistic_problem(16, billions={"actor": 7.0, "ref": 7.0})
+    told: list[Progress] = []
+    solution = cpsat.solve(problem, Limits(time_s=8), progress=told.append)
+    assert solution.period_s <= greedy.solve(problem, Limits()).period_s
+    assert 0 <= solution.lower_bound_s <= solution.period_s
+    assert tuple(told) == solution.trace
+
+
+def test_too_many_pairs_are_refused() -> None:
+    problem = small_problem(0, graph_of("grpo"), meshes=tuple(Mesh(at, at + 2) for at in range(400)))
+    with pytest.raises(PlanError, match="pairs of copies of actor"):
+        cpsat.solve(problem, Limits(time_s=5))
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    importing = builtins.__import__
+
+    def refuse(name: str, *args: object, **kwargs: object) -> object:
+        if name.startswith("ortools"):
+            raise ImportError(name)
+        return importing(name, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ConfigError, match="pip install ortools"):
+        cpsat.solve(small_problem(0), Limits())
