@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -50,7 +51,7 @@ from megatron_real.plan_search.planner import Estimate, Planner  # noqa: E402
 from megatron_real.plan_search.planner_inputs import planner_of  # noqa: E402
 from megatron_real.plan_search.presets import PRESETS, least_memory  # noqa: E402
 from megatron_real.plan_search.problem import Limits  # noqa: E402
-from megatron_real.plan_search.space import Pin  # noqa: E402
+from megatron_real.plan_search.space import Pin, SpaceOptions  # noqa: E402
 from megatron_real.runtime.summary import summarize  # noqa: E402
 from megatron_real.trace import Span, SpanKind, attribute_waits, read_spans  # noqa: E402
 
@@ -86,6 +87,8 @@ MEGATRON: dict[str, Any] = {
     "no_masked_softmax_fusion": True,
 }
 """Actor and reference. New weights sample almost uniformly, and so slow a learning rate keeps it so."""
+OPTIONS = SpaceOptions(sequence_parallel=False)
+"""Sequence parallelism would double the time of the profile, and saves activations only, which are small here."""
 SMALL = {"num_layers": 3}
 """Critic and reward model."""
 
@@ -115,7 +118,7 @@ class Work:
 
 
 WORKLOADS = {
-    "short": Work(batch_size=32, prompt=48, cap=8, num_minibatches=2),
+    "short": Work(batch_size=32, prompt=32, cap=8, num_minibatches=2),
     "long": Work(batch_size=16, prompt=16, cap=96, num_minibatches=2),
     "tiny": Work(batch_size=4, prompt=8, cap=4, num_minibatches=1),
 }
@@ -162,7 +165,10 @@ def profile_of(ranks: int) -> Path:
         "max_sequences": max(work.batch_size for work in works),
         "max_length": max(work.prompt + work.cap for work in works),
         "max_tokens": max(work.batch_size * (work.prompt + work.cap) for work in works),
-        "seconds": 0.25,
+        "seconds": 0.2 if ranks <= 2 else 0.1,
+        "repetitions": "[3,8]" if ranks <= 2 else "[2,5]",
+        "step": 4.0 if ranks <= 2 else 8.0,
+        "sequence_parallel": "false",
         **{f"megatron.{name}": json.dumps(value) for name, value in MEGATRON.items()},
         **{f"model.critic.megatron.{name}": value for name, value in SMALL.items()},
     }
@@ -193,7 +199,7 @@ def tight_memory(ample: Planner) -> int | None:
     whole = Pin(layout={"tp": 1, "pp": 1}, ranks=(0, ample.cluster.num_devices))
     pins = {"actor_train": whole, "critic_train": whole}
     (_, least), (_, replicated) = (
-        least_memory(space.problem, 0) for space in (ample.space(), ample.space(pins=pins))
+        least_memory(space.problem, 0) for space in (ample.space(OPTIONS), ample.space(OPTIONS, pins))
     )
     return round(math.sqrt(least * replicated)) if replicated > 1.05 * least else None
 
@@ -207,7 +213,8 @@ def plans(planner: Planner, folder: Path, search_s: float) -> list[Result]:
         result = Result(name=name, estimate=None, folder=folder / name)
         results.append(result)
         try:
-            result.estimate = planner.search(strategy, limits=Limits(time_s=search_s)).estimate
+            found = planner.search(strategy, limits=Limits(time_s=search_s), options=OPTIONS)
+            result.estimate = found.estimate
         except CapacityError:
             continue
         key = decisions_hash(result.estimate.plan)
@@ -274,13 +281,14 @@ def rank_main(path: Path) -> None:
     import torch.distributed as dist
 
     from megatron_real.hooks import cpu_device
-    from megatron_real.hooks.launch import build_executor, initialize_distributed, prepare
+    from megatron_real.hooks.launch import build_executor, configure_logging, initialize_distributed, prepare
     from megatron_real.process_groups import ProcessGroups
     from megatron_real.runtime.observers import Observers
     from megatron_real.trace import Tracer
 
     cpu_device.install_cpu_device()
     job = json.loads(path.read_text())
+    configure_logging(int(os.environ["RANK"]))
     initialize_distributed()
     groups = ProcessGroups()
     built = []
@@ -324,7 +332,9 @@ def measure(result: Result, iterations: int) -> None:
         "call_communication_share": call_communication(result.estimate),
     }
     peaks = [int(span.facts["peak_bytes"] or 0) for span in spans if "peak_bytes" in span.facts]
-    result.line["predicted_peak_bytes"] = max(result.estimate.memory.peak_bytes.values())
+    forecast = result.estimate.plan.predicted
+    assert forecast is not None, "an estimate fills it in"
+    result.line["predicted_peak_bytes"] = max(forecast.peak_memory_bytes.values())
     result.line["peak_bytes"] = max(peaks, default=None)
 
 
@@ -534,7 +544,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--memory", nargs="*", default=["ample", "tight"], choices=["ample", "tight"])
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=4, help="of a turn; the first is discarded")
+    parser.add_argument("--iterations", type=int, default=3, help="of a turn; the first is discarded")
     parser.add_argument("--search-s", type=float, default=20.0)
     args = parser.parse_args()
     if args.rank is not None:

@@ -79,7 +79,9 @@ class ModelShape:
 
     @property
     def expert_width(self) -> int:
-        return self.expert_ffn_hidden_size if self.expert_ffn_hidden_size is not None else self.ffn_hidden_size
+        return (
+            self.expert_ffn_hidden_size if self.expert_ffn_hidden_size is not None else self.ffn_hidden_size
+        )
 
     @property
     def output_width(self) -> int:
@@ -128,7 +130,9 @@ class ModelShape:
         etp = layout.etp if layout.etp is not None else layout.tp
         if self.num_experts % layout.ep:
             yield Problem(
-                path=f"{path}.ep", found=f"ep={layout.ep}", expected=f"a divisor of num_experts={self.num_experts}"
+                path=f"{path}.ep",
+                found=f"ep={layout.ep}",
+                expected=f"a divisor of num_experts={self.num_experts}",
             )
         if self.expert_width % etp:
             yield Problem(

@@ -41,8 +41,12 @@ def main(argv: list[str]) -> int:
     loaded = load_plan(base, tree, "diff")
     estimates = [loaded.planner.estimate(Plan.load(path)) for path in (first, second)]
     shown = console()
-    if loaded.changes or len(recorded) > 1:
-        shown.print(f"both are estimated anew, for what {base} records and the changes given", markup=False)
+    if recorded:
+        shown.print(
+            f"both are priced for what {base} records{', but for:' if loaded.changes else ''}", markup=False
+        )
+    for change in loaded.changes:
+        shown.print(f"  {change}", markup=False)
     names = (first, second) if first != second else (first, f"{second} (again)")
     decisions = decisions_table(estimates[0], estimates[1], names)
     shown.print(decisions if decisions is not None else "decisions: no difference")

@@ -146,12 +146,15 @@ def run_jobs(
 
     failed: list[RealError] = []
     former = sys.argv
+    sweeps = [argument for argument in argv if argument in ("-m", "--multirun")]
+    rest = [argument for argument in argv if argument not in sweeps]
     with tempfile.TemporaryDirectory() as folder, _config_errors(name):  # Hydra wants to leave files
         sys.argv = [
             f"megatron-real {name}",
             f"hydra.run.dir={folder}",
             f"hydra.sweep.dir={folder}",
-            *hydra_overrides(argv),
+            *hydra_overrides(rest),
+            *sweeps,  # Hydra takes no options between overrides
         ]
         try:
             job()

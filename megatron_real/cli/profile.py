@@ -28,7 +28,7 @@ from megatron_real.hooks.install import install, report_error
 from megatron_real.plan_search.profile_db import ProfileDatabase
 from megatron_real.plan_search.profile_options import ProfileOptions
 
-__all__ = ["main", "options_from_tree", "rank_main"]
+__all__ = ["main", "options_from_tree", "rank_main", "summary"]
 
 _LINE_EVERY = 20
 """Measurements between lines where there is no terminal."""

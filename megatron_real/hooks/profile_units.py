@@ -37,7 +37,7 @@ from megatron_real.plan_search.profile_db import Entry, EntryKey, Operation, hea
 from megatron_real.plan_search.profile_options import ProfileOptions
 from megatron_real.process_groups import ProcessGroups
 
-__all__ = ["Block", "Unit", "Work", "blocks"]
+__all__ = ["Block", "Target", "Unit", "Work", "blocks"]
 
 Work = Callable[[], Mapping[str, float]]
 """One repetition: seconds by name."""

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from megatron_real.layout import Mesh
 
-__all__ = ["TOLERANCE", "atoms_of", "cycle_mean", "period"]
+__all__ = ["TOLERANCE", "Timed", "atoms_of", "cycle_mean", "period"]
 
 TOLERANCE = 1e-9
 """Relative difference at which clocks count as growing alike."""

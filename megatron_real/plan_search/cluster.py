@@ -110,8 +110,11 @@ class Cluster:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that a rank may own: what the user set, else the device's."""
-        return self.spec.device_memory if self.spec.device_memory is not None else self.device.memory_bytes
+        """Bytes that a rank may own: what the user set, else the device's memory less its head-room."""
+        if self.spec.device_memory is not None:
+            return self.spec.device_memory
+        headroom = self.device.constants.get("headroom_fraction", 0.0)
+        return int(self.device.memory_bytes * (1.0 - headroom))
 
     def node_of(self, rank: int) -> int:
         return rank // self.devices_per_node

@@ -21,6 +21,7 @@ from megatron_real.dataflow import Call
 from megatron_real.errors import PlanError
 from megatron_real.layout import Mesh
 from megatron_real.plan import Placement, Plan
+from megatron_real.plan_search.memory_report import memory_report
 from megatron_real.plan_search.planner import Estimate, Planner
 from megatron_real.plan_search.problem import Choice, Evaluation, Option, SearchProblem
 from megatron_real.plan_search.simulator import PathStep, simulate
@@ -247,7 +248,7 @@ def _simulated(
     plan = estimate.plan.model_copy(update={"calls": calls, "predicted": None})
     program = compile_program(planner.graph, plan)
     period_s = simulate(program, planner.prices.of_program(program), iterations=1).period_s
-    report = planner.prices.memory.report(program)
+    report = memory_report(planner.prices.memory, program)
     peak = max(group.peak_bytes for group in report.groups)
     return Neighbour(
         call=name,

@@ -8,7 +8,7 @@ Invariant (tests/property/test_search_problem.py): equal to `SearchProblem.evalu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_real.layout import Layout
@@ -47,6 +47,16 @@ class _Op(NamedTuple):
     has_model: bool
 
 
+class _Pattern(NamedTuple):
+    """What a program depends on beside the order: how windows cut the ranks, and what becomes of the copies."""
+
+    num_atoms: int
+    atoms: tuple[Atoms, ...]
+    """Of each call's window."""
+    copies: tuple[object, ...]
+    """Of each call with a model: what its home copy does, or the first call of the same copy."""
+
+
 class _Program(NamedTuple):
     num_atoms: int
     ops: tuple[_Op, ...]
@@ -70,12 +80,14 @@ class Kernel:
         )
         self._home_calls = tuple(dict.fromkeys(home for home in self._home if home >= 0))
         self._same_model = tuple(
-            tuple(other for other, its in enumerate(self._home) if its == home) for home in self._home
+            tuple(sorted((other for other, its in enumerate(self._home) if its == home), key=home.__ne__))
+            for home in self._home
         )
+        """The home call of each call's model, then its others."""
         self._declared = tuple(self._number[call.name] for call in graph.ordered())
         self._layouts: dict[Layout, int] = {}
         self._known: dict[int, tuple[Option, int]] = {}
-        self._programs: dict[tuple[object, ...], _Program] = {}
+        self._programs: dict[tuple[tuple[int, ...], _Pattern], _Program] = {}
         self._steps = StepBuilder(graph)
         self._atoms: dict[tuple[tuple[int, int], ...], tuple[tuple[Atoms, ...], int]] = {}
         """Atoms of each call's window, and their number, by all windows."""
@@ -87,19 +99,28 @@ class Kernel:
 
     def evaluate_choices(self, choices: Sequence[Choice], order: tuple[int, ...]) -> Evaluation:
         """The same of choices in the declared order of the calls, run in `order` (numbers of calls)."""
-        self.evaluations += 1
-        program = self._program(choices, order)
-        period = self._period(program, [self._seconds(op, choices) for op in program.ops], len(choices))
-        peak = self._peak(program, choices)
-        return Evaluation(period, peak - self._problem.capacity_bytes, peak)
+        return next(self.evaluate_orders(choices, (order,)))
+
+    def evaluate_orders(
+        self, choices: Sequence[Choice], orders: Iterable[tuple[int, ...]]
+    ) -> Iterator[Evaluation]:
+        """The same under one order after another."""
+        pattern = self._pattern(choices)
+        for order in orders:
+            self.evaluations += 1
+            program = self._program(pattern, choices, order)
+            period = self._period(program, [self._seconds(op, choices) for op in program.ops], len(choices))
+            peak = self._peak(program, choices)
+            yield Evaluation(period, peak - self._problem.capacity_bytes, peak)
 
     def period_with(
         self, choices: Sequence[Choice], order: tuple[int, ...], seconds: Sequence[Seconds]
     ) -> float:
         """The period that the steps of these choices would have if each took what `seconds` says for its call."""
-        program = self._program(choices, order)
+        program = self._program(self._pattern(choices), choices, order)
         taken = [
-            0.0 if op.kind == _RELOAD and not op.allocates else seconds[op.call][op.kind] for op in program.ops
+            0.0 if op.kind == _RELOAD and not op.allocates else seconds[op.call][op.kind]
+            for op in program.ops
         ]
         return self._period(program, taken, len(choices))
 
@@ -110,7 +131,7 @@ class Kernel:
             self._known[id(option)] = known  # the option is kept, so that its id stays its own
         return known[1]
 
-    def _program(self, choices: Sequence[Choice], order: tuple[int, ...]) -> _Program:
+    def _pattern(self, choices: Sequence[Choice]) -> _Pattern:
         windows = tuple([(choice.mesh.start, choice.mesh.stop) for choice in choices])
         atoms = self._atoms.get(windows)
         if atoms is None:
@@ -118,36 +139,36 @@ class Kernel:
                 self._atoms.clear()
             covered, num_atoms = atoms_of([choice.mesh for choice in choices])
             atoms = self._atoms[windows] = (tuple(covered[choice.mesh] for choice in choices), num_atoms)
-        # Windows that cut the ranks alike, and layouts that are equal in the same places, give the same program.
-        copies = []
+        copies: list[object] = []
         for call, home in enumerate(self._home):
-            if home >= 0:
+            if home == call:
                 option = choices[call].option
-                own = (windows[call], self._layout(option))
-                first = next(
-                    other
-                    for other in self._same_model[call]
-                    if (windows[other], self._layout(choices[other].option)) == own
-                )
-                copies.append((first, option.offload, option.drop_trained_weights) if home == call else first)
-        key = (order, atoms[0], tuple(copies))
+                copies.append((option.offload, option.drop_trained_weights))
+            elif home >= 0:
+                own = (windows[call], self._layout(choices[call].option))
+                for other in self._same_model[call]:
+                    if windows[other] == own[0] and self._layout(choices[other].option) == own[1]:
+                        copies.append(other)
+                        break
+        return _Pattern(atoms[1], atoms[0], tuple(copies))
+
+    def _program(self, pattern: _Pattern, choices: Sequence[Choice], order: tuple[int, ...]) -> _Program:
+        key = (order, pattern)
         program = self._programs.get(key)
         if program is None:
             if len(self._programs) >= _MAX_PROGRAMS:
                 self._programs.clear()
-            program = self._programs[key] = self._compile(choices, order, atoms)
+            program = self._programs[key] = self._compile(choices, order, pattern)
         return program
 
-    def _compile(
-        self, choices: Sequence[Choice], order: tuple[int, ...], atoms: tuple[tuple[Atoms, ...], int]
-    ) -> _Program:
+    def _compile(self, choices: Sequence[Choice], order: tuple[int, ...], pattern: _Pattern) -> _Program:
         assignment = dict(zip(self.names, choices, strict=True))
         steps = self._steps.steps(assignment, [self.names[number] for number in order])
-        covered = {choice.mesh: parts for choice, parts in zip(choices, atoms[0], strict=True)}
+        covered = {choice.mesh: parts for choice, parts in zip(choices, pattern.atoms, strict=True)}
         return _Program(
-            atoms[1],
+            pattern.num_atoms,
             tuple(self._op(step, [covered[mesh] for mesh in step.meshes]) for step in steps),
-            tuple((home, atoms[0][home]) for home in self._home_calls),
+            tuple((home, pattern.atoms[home]) for home in self._home_calls),
         )
 
     def _op(self, step: Step, atoms: Sequence[Atoms]) -> _Op:

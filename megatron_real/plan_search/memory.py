@@ -1,46 +1,41 @@
 """How many bytes a plan needs on every rank: what the runtime's ledger will hold, predicted from shapes.
 
 Weights and optimizer state are counted as the copies of `hooks.model_copy` book them, padding included; activations
-with the arithmetic that the runtime declares them with (`megatron_real.activations`). A report walks the instructions
-of a program, so it counts both copies of a reallocation and what is resident beside a call.
+with the arithmetic that the runtime declares them with (`megatron_real.activations`). `memory_report` walks a whole
+program with these numbers.
 
 Generation books its key-value cache for the longest response that may come (the cache is static), training and
 inference plan for responses of the workload's memory quantile.
 
 Invariants (tests/unit/plan_search/test_memory.py, tests/hooks/test_planned_memory.py):
     - weights, gradients and optimizer state equal what the ledger holds after a copy was built;
-    - activations and cache equal what a call declares for the same lengths;
-    - a report's peak is that of a walk rank by rank.
+    - activations and cache equal what a call declares for the same lengths.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_real.activations import ActivationSpec, PassLoad, decode_bytes, kv_cache_bytes, pass_bytes
-from megatron_real.capabilities import placement_problems
 from megatron_real.dataflow import Call, CallType, Graph
-from megatron_real.errors import PlanError, Problem
-from megatron_real.layout import Layout, Mesh
-from megatron_real.plan import CopyKey, Placement
+from megatron_real.errors import PlanError
+from megatron_real.layout import Layout
+from megatron_real.plan import Placement
 from megatron_real.plan_search.cluster import Cluster
 from megatron_real.plan_search.models import ModelSpec
 from megatron_real.plan_search.parameters import chunk_elements, expert_data_parallel
 from megatron_real.plan_search.workload import Workload
-from megatron_real.program import Offload, Program, Realloc, Reload, Run, compile_program
 from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
 
 __all__ = [
     "CallMemory",
     "CopyMemory",
     "MemoryModel",
-    "MemoryReport",
-    "RankMemory",
+    "STAGING_SLOTS",
     "WorstMemory",
     "copy_memory",
 ]
@@ -51,7 +46,7 @@ _TRAINED_ALIGN = 64
 """Elements, of a parameter in a buffer of DDP (`megatron.core.optimizer.param_layout.pad_param_start`)."""
 _BUCKET_ALIGN = 128
 """Elements, of the end of a bucket (`megatron.core.optimizer.param_layout.bucket_end_divisor`)."""
-_STAGING_SLOTS = 2
+STAGING_SLOTS = 2
 """Buckets of each direction of a reallocation (`realloc_ops.packing.STAGING_SLOTS`)."""
 
 
@@ -171,7 +166,7 @@ class MemoryModel:
             (max(copy_memory(spec, Layout(etp=1), False).weights_bytes) for spec in self.models.values()),
             default=0,
         )
-        return 2 * _STAGING_SLOTS * min(DEFAULT_BUCKET_BYTES, largest)
+        return 2 * STAGING_SLOTS * min(DEFAULT_BUCKET_BYTES, largest)
 
     def call_memory(self, call: Call, placement: Placement) -> CallMemory:
         """What `call` needs in a placement; the window's position does not matter.
@@ -233,27 +228,6 @@ class MemoryModel:
             for stage in range(layout.pp)
         )
 
-    def report(self, program: Program) -> MemoryReport:
-        """Walk a program rank by rank; ranks that hold the same are walked together.
-
-        Raises:
-            PlanError: a model cannot be cut into the layout of its call.
-        """
-        groups = tuple(_Walk(self, program, mesh).run() for mesh in _groups(program))
-        return MemoryReport(memory=self, program=program, groups=groups, host_bytes=self._host_bytes(program))
-
-    def _host_bytes(self, program: Program) -> tuple[int, ...]:
-        """Of offloaded copies, by node. The host's copy of frozen weights is kept while they are on the device."""
-        found = [0] * self.cluster.spec.num_nodes
-        for copy in dict.fromkeys(
-            step.copy for step in program.instructions if isinstance(step, Offload) and step.to == "host"
-        ):
-            stages = copy_memory(self.models[copy.model], copy.layout, False).weights_bytes
-            per_stage = copy.mesh.size // copy.layout.pp
-            for rank in copy.mesh.ranks:
-                found[self.cluster.node_of(rank)] += stages[(rank - copy.mesh.start) // per_stage]
-        return tuple(found)
-
 
 def _activation_spec(model: ModelSpec, recompute: str) -> ActivationSpec:
     return ActivationSpec.of(
@@ -262,293 +236,3 @@ def _activation_spec(model: ModelSpec, recompute: str) -> ActivationSpec:
         recompute=recompute,
         fused_attention=model.fused_attention,
     )
-
-
-# Reports
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
-    """What each of some neighbouring ranks holds."""
-
-    mesh: Mesh
-    static_bytes: int
-    """Between two iterations."""
-    peak_bytes: int
-    peak_at: str
-    """The instruction that needs most."""
-    holders: tuple[tuple[str, int], ...]
-    """Bytes by owner at the peak, largest first."""
-    timeline: tuple[tuple[str, int], ...]
-    """(instruction, bytes while it runs): the set-up and the first iteration, then a later one."""
-    history: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
-    """The same with the bytes by owner."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MemoryReport:
-    """Bytes of every rank and host under a plan."""
-
-    memory: MemoryModel
-    program: Program
-    groups: tuple[RankMemory, ...]
-    """Ascending in rank; together all ranks."""
-    host_bytes: tuple[int, ...]
-    """Of offloaded weights, by node."""
-
-    def of(self, rank: int) -> RankMemory:
-        """What `rank` holds."""
-        return next(group for group in self.groups if rank in group.mesh)
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(group.peak_bytes for group in self.groups)
-
-    def by_rank(self) -> dict[str, int]:
-        """Peak bytes by rank, as ``predicted.peak_memory_bytes`` of a plan has them."""
-        return {str(rank): group.peak_bytes for group in self.groups for rank in group.mesh.ranks}
-
-    def problems(self, capacity_bytes: int) -> tuple[Problem, ...]:
-        """What does not fit: one problem per instruction, of the rank that lacks most, with a change that helps."""
-        worst: dict[str, RankMemory] = {}
-        for group in self.groups:
-            if group.peak_bytes > capacity_bytes:
-                known = worst.setdefault(group.peak_at, group)
-                if group.peak_bytes > known.peak_bytes:
-                    worst[group.peak_at] = group
-        return tuple(self._problem(group, capacity_bytes) for group in worst.values())
-
-    def _problem(self, group: RankMemory, capacity_bytes: int) -> Problem:
-        excess = group.peak_bytes - capacity_bytes
-        held = ", ".join(f"{owner} {size:,}" for owner, size in group.holders[:6])
-        return Problem(
-            path=f"{group.peak_at} on rank {group.mesh.start}",
-            found=f"{group.peak_bytes:,} bytes, {excess:,} too many (held by {held})",
-            expected=f"at most {capacity_bytes:,}",
-            fix=_Changes(self, group, capacity_bytes).advice(),
-        )
-
-
-class _Walk:
-    """The instructions of a program as one group of ranks goes through them."""
-
-    def __init__(self, memory: MemoryModel, program: Program, mesh: Mesh) -> None:
-        self._memory = memory
-        self._program = program
-        self._mesh = mesh
-        self._rank = mesh.start
-        self._homes = {model: program.home(model) for model in program.graph.models}
-        self._held: dict[str, int] = {}
-        self._timeline: list[tuple[str, int]] = []
-        self._history: list[tuple[str, tuple[tuple[str, int], ...]]] = []
-        self._peak = (-1, "", {"": 0})
-
-    def run(self) -> RankMemory:
-        self._set_up()
-        self._iterate()
-        static_bytes = sum(self._held.values())
-        self._iterate()
-        peak_bytes, peak_at, holders = self._peak
-        return RankMemory(
-            mesh=self._mesh,
-            static_bytes=static_bytes,
-            peak_bytes=peak_bytes,
-            peak_at=peak_at,
-            holders=tuple(sorted(holders.items(), key=lambda item: -item[1])),
-            timeline=tuple(self._timeline),
-            history=tuple(self._history),
-        )
-
-    def _set_up(self) -> None:
-        """Every copy is built; those in which a model does not live are freed again, or go to the host."""
-        self._note("set-up", {})
-        for model in self._program.graph.models:
-            for copy in self._program.copies():
-                if copy.model == model and self._rank in copy.mesh:
-                    self._allocate(copy)
-                    self._note("set-up", {})
-                    if copy != self._homes[model]:
-                        self._free(copy)
-            home = self._homes[model]
-            placement = self._program.plan.calls[self._program.graph.home_call(model).name]
-            rests = placement.offload == "host" and not self._program.graph.trained(model)
-            if rests and self._rank in home.mesh:
-                self._free(home)
-
-    def _iterate(self) -> None:
-        for step in self._program.instructions:
-            match step:
-                case Realloc(source=source, target=target):
-                    if self._rank in target.mesh:
-                        self._allocate(target)
-                    if self._rank in target.mesh or self._rank in source.mesh:
-                        self._note(step.name, {"staging": self._staging(source, target)})
-                case Run(mesh=mesh, copy=copy) if self._rank in mesh:
-                    call = self._program.graph.call(step.call)
-                    active = self._memory.call_memory(call, self._program.plan.calls[step.call]).active_bytes
-                    stage = self._stage(copy) if copy is not None else 0
-                    self._note(step.name, {f"{step.call} activations": active[stage]})
-                    if step.release and copy is not None:
-                        self._free(copy)
-                case Reload(copy=copy) if self._rank in copy.mesh:
-                    self._allocate(copy)
-                    self._note(step.name, {})
-                case Offload(copy=copy) if self._rank in copy.mesh:
-                    self._note(step.name, {})
-                    self._free(copy)
-                case _:
-                    pass
-
-    def _note(self, name: str, during: dict[str, int]) -> None:
-        total = sum(self._held.values()) + sum(during.values())
-        self._timeline.append((name, total))
-        self._history.append((name, (*self._held.items(), *during.items())))
-        if total > self._peak[0]:
-            self._peak = (total, name, {**self._held, **during})
-
-    def _allocate(self, copy: CopyKey) -> None:
-        spec, stage = self._memory.models[copy.model], self._stage(copy)
-        trained = copy == self._homes[copy.model] and self._program.graph.trained(copy.model)
-        needed = copy_memory(spec, copy.layout, trained)
-        self._held[f"{copy} parameters"] = needed.weights_bytes[stage]
-        if trained:
-            self._held[f"{copy} gradients and optimizer"] = needed.state_bytes[stage]
-
-    def _free(self, copy: CopyKey) -> None:
-        self._held.pop(f"{copy} parameters", None)
-
-    def _staging(self, source: CopyKey, target: CopyKey) -> int:
-        """Two buckets per direction; a message is never larger than what the rank has or gets."""
-        total = 0
-        for copy in (source, target):
-            if self._rank in copy.mesh:
-                shard = self._held.get(f"{copy} parameters", 0)
-                total += _STAGING_SLOTS * min(DEFAULT_BUCKET_BYTES, shard)
-        return total
-
-    def _stage(self, copy: CopyKey) -> int:
-        return (self._rank - copy.mesh.start) // (copy.mesh.size // copy.layout.pp)
-
-
-def _groups(program: Program) -> Iterator[Mesh]:
-    """Ranks in pieces that no border of a window or of a pipeline stage goes through."""
-    borders = {0, program.world_size}
-    for placement in program.plan.calls.values():
-        mesh, pp = placement.mesh, placement.parallel.pp
-        borders.update(mesh.start + mesh.size // pp * stage for stage in range(pp + 1))
-    for start, stop in pairwise(sorted(borders)):
-        yield Mesh(start, stop)
-
-
-class _Changes:
-    """Looks for a change of the plan that makes a group of ranks fit."""
-
-    def __init__(self, report: MemoryReport, group: RankMemory, capacity_bytes: int) -> None:
-        self._memory = report.memory
-        self._graph = report.program.graph
-        self._plan = report.program.plan
-        self._group = group
-        self._capacity = capacity_bytes
-
-    def advice(self) -> str:
-        """The first change that fits, smallest first; else the one that helps most."""
-        best: tuple[int, str] | None = None
-        for text, calls in self._candidates():
-            excess = self._excess(calls)
-            if excess is not None and excess <= 0:
-                return f"Fits with {text}."
-            if excess is not None and (best is None or excess < best[0]):
-                best = (excess, text)
-        if best is None or best[0] >= self._group.peak_bytes - self._capacity:
-            return "No single change of this plan helps: use more devices, or larger ones."
-        return (
-            f"No single change of this plan suffices. What helps most is {best[1]}: {best[0]:,} bytes are then still "
-            "too many. Use more devices for the call as well."
-        )
-
-    def _excess(self, calls: Mapping[str, Placement]) -> int | None:
-        """Bytes too many on the group's ranks under a changed plan; None if the plan is not legal."""
-        plan = self._plan.model_copy(update={"calls": {**self._plan.calls, **calls}})
-        for name, placement in calls.items():
-            call = self._graph.call(name)
-            shape = self._memory.models[call.model].shape if call.model is not None else None
-            executable = not any(placement_problems(call, self._plan.calls[name]))
-            if executable and any(placement_problems(call, placement)):
-                return None
-            if shape is not None and any(shape.layout_problems(placement.parallel, "")):
-                return None
-        try:
-            changed = self._memory.report(compile_program(self._graph, plan))
-        except PlanError:
-            return None
-        peaks = [group.peak_bytes for group in changed.groups if group.mesh.overlaps(self._group.mesh)]
-        return max(peaks) - self._capacity
-
-    def _candidates(self) -> Iterator[tuple[str, Mapping[str, Placement]]]:
-        running = self._group.peak_at.partition(":")
-        if running[0] == "run":
-            yield from self._work(running[2])
-        yield from self._residence()
-        if running[0] in ("run", "realloc"):
-            yield from self._layouts(running[2])
-        for call in self._graph.calls:
-            if call.trains and call.name != running[2] and self._here(call.name):
-                yield from self._layouts(call.name)
-
-    def _here(self, name: str) -> bool:
-        return self._plan.calls[name].mesh.overlaps(self._group.mesh)
-
-    def _work(self, name: str) -> Iterator[tuple[str, Mapping[str, Placement]]]:
-        """Smaller micro-batches, recomputation, both."""
-        call, placement = self._graph.call(name), self._plan.calls[name]
-        if call.model is None:
-            return
-        most = self._memory.workload.step_sequences(call) // placement.parallel.dp
-        numbers = [placement.num_microbatches]
-        while numbers[-1] * 2 <= most:
-            numbers.append(numbers[-1] * 2)
-        modes = ("selective", "full") if call.trains else ()
-        changes: list[dict[str, object]] = [{"num_microbatches": number} for number in numbers[1:]]
-        changes += [{"recompute": mode} for mode in modes if mode != placement.recompute]
-        changes += [
-            {"num_microbatches": number, "recompute": mode} for mode in modes for number in numbers[1:]
-        ]
-        for change in changes:
-            text = " and ".join(f"{key}={value}" for key, value in change.items())
-            yield f"{text} in {name}", {name: placement.model_copy(update=change)}
-
-    def _residence(self) -> Iterator[tuple[str, Mapping[str, Placement]]]:
-        for model in self._graph.models:
-            name = self._graph.home_call(model).name
-            placement = self._plan.calls[name]
-            if not self._here(name):
-                continue
-            if not self._graph.trained(model) and placement.offload == "none":
-                yield f"offload=host in {name}", {name: placement.model_copy(update={"offload": "host"})}
-            elif (
-                self._graph.trained(model)
-                and not placement.drop_trained_weights
-                and self._memory.models[model].has_main_params
-            ):
-                change = {"drop_trained_weights": True}
-                yield f"drop_trained_weights in {name}", {name: placement.model_copy(update=change)}
-
-    def _layouts(self, name: str) -> Iterator[tuple[str, Mapping[str, Placement]]]:
-        """More tensor- or pipeline-parallel ranks in place of data-parallel ones."""
-        placement = self._plan.calls[name]
-        if self._graph.call(name).model is None:
-            return
-        spec = placement.layout
-        for factor in (2, 4, 8):
-            if spec.dp % factor:
-                return
-            for degree in ("tp", "pp"):
-                wider = {"dp": spec.dp // factor, degree: getattr(spec, degree) * factor, "layers": None}
-                if degree == "tp" and wider["tp"] > self._memory.cluster.devices_per_node:
-                    continue
-                if degree == "pp" and spec.layers is not None:
-                    continue
-                if degree == "tp":
-                    wider["layers"] = spec.layers
-                text = f"dp={wider['dp']} {degree}={wider[degree]} in {name}"
-                yield text, {name: placement.model_copy(update={"layout": spec.model_copy(update=wider)})}

@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape, quoteattr
 from megatron_real.errors import ConfigError
 from megatron_real.layout import Mesh
 from megatron_real.plan_search.explain import ranks_text
-from megatron_real.plan_search.memory import RankMemory
+from megatron_real.plan_search.memory_report import RankMemory
 from megatron_real.plan_search.planner import Estimate
 from megatron_real.plan_search.report import bytes_text, fullest_by_window
 from megatron_real.timeline import pick_iterations, timeline_svg

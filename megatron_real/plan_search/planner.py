@@ -28,7 +28,7 @@ from megatron_real.plan_search.costs.analytic import AnalyticCost
 from megatron_real.plan_search.costs.calls import CallCost
 from megatron_real.plan_search.costs.moves import ReallocCost
 from megatron_real.plan_search.costs.operations import OperationCosts
-from megatron_real.plan_search.memory import MemoryReport
+from megatron_real.plan_search.memory_report import MemoryReport, memory_report
 from megatron_real.plan_search.models import ModelSpec
 from megatron_real.plan_search.pricing import Prices
 from megatron_real.plan_search.problem import Limits, Progress, SearchProblem, Solution
@@ -238,7 +238,7 @@ class Planner:
             for instruction in program.instructions
             if isinstance(instruction, Realloc)
         }
-        memory = self.prices.memory.report(program)
+        memory = memory_report(self.prices.memory, program)
         predicted = Predicted(
             iteration_s=simulation.period_s,
             lower_bound_s=lower_bound_s,

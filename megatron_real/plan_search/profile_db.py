@@ -24,7 +24,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megatron_real.errors import ConfigError
 from megatron_real.plan_search.models import ModelSpec
 
-__all__ = ["Entry", "EntryKey", "Operation", "ProfileDatabase", "Provenance", "head_key", "layer_key"]
+__all__ = [
+    "Entry",
+    "EntryKey",
+    "Operation",
+    "ProfileDatabase",
+    "Provenance",
+    "describe",
+    "head_key",
+    "layer_key",
+]
 
 _VERSION = 1
 _MAX_SHOWN = 6

@@ -18,7 +18,7 @@ from megatron_real.capabilities import EXECUTABLE_ALGORITHMS
 from megatron_real.layout import Mesh, format_placement
 from megatron_real.plan import Placement
 from megatron_real.plan_search.explain import SLACK, Explanation, Kind, Neighbour, ranks_text
-from megatron_real.plan_search.memory import RankMemory
+from megatron_real.plan_search.memory_report import RankMemory
 from megatron_real.plan_search.planner import Estimate, Planner, SearchReport
 from megatron_real.program import Transfer
 

@@ -16,7 +16,12 @@ CHOICES = sorted(
 )
 
 
-@pytest.mark.parametrize(("group", "choice"), CHOICES, ids=["/".join(pair) for pair in CHOICES])
+PLANNED = ("dpo", "grpo", "remax", "reward", "sft")
+"""Algorithms and workloads that `train` has not; tests/unit/cli/test_search.py composes them."""
+TRAINED = [(group, choice) for group, choice in CHOICES if group != "workload" and choice not in PLANNED]
+
+
+@pytest.mark.parametrize(("group", "choice"), TRAINED, ids=["/".join(pair) for pair in TRAINED])
 def test_every_choice_composes_to_options(group: str, choice: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n')

@@ -141,13 +141,15 @@ class MovePricer:
 
     def _price_realloc(self, traffic: Traffic) -> ReallocCost:
         operations = self.operations
-        within, across = (1 / operations.bandwidth(within_node=near) for near in (True, False))
+        crosses = bool(traffic.received_across.any() or traffic.sent_across.any())
+        within = 1 / operations.bandwidth(within_node=True)
+        # On one node there may be no price of what crosses nodes.
+        across = 1 / operations.bandwidth(within_node=False) if crosses else 0.0
         received = traffic.received_within * within + traffic.received_across * across
         sent = traffic.sent_within * within + traffic.sent_across * across
         seconds = np.maximum(received, sent)
-        near, far = (operations.point_to_point(1.0, within_node=near) for near in (True, False))
         messages = np.maximum(traffic.messages_received, traffic.messages_sent)
-        seconds += messages * (far if traffic.received_across.any() else near)
+        seconds += messages * operations.point_to_point(1.0, within_node=not crosses)
         # What stays on the rank is copied, what leaves and comes is packed and unpacked.
         copied = traffic.local + traffic.received + traffic.sent
         most = float(copied.max(initial=0.0))

@@ -114,8 +114,9 @@ class OperationCosts(Protocol):
         ...
 
     def layer(self, model: ModelSpec, layer: int, pass_: Pass, batch: MicroBatch, grid: Grid) -> OpTime:
-        """One decoder layer (0-based `layer`: with experts, the first layers may be dense) on one rank, with the
-        collectives inside it.
+        """One decoder layer on one rank, with the collectives inside it.
+
+        `layer` is 0-based: with experts, the first ones may be dense.
         """
         ...
 
@@ -128,7 +129,7 @@ class OperationCosts(Protocol):
         ...
 
     def optimizer_step(self, model: ModelSpec, num_parameters: float, num_owned: float) -> float:
-        """Adam over `num_owned` parameters of optimizer state of a rank whose shard has `num_parameters`; clipping too."""
+        """Adam over `num_owned` parameters of a rank whose shard has `num_parameters`, and clipping."""
         ...
 
     def collective(self, kind: Collective, num_bytes: float, group: Group) -> float:

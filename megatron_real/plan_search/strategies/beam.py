@@ -16,6 +16,8 @@ from megatron_real.plan_search.strategies.exact import Search
 __all__ = ["solve"]
 
 _WIDTH = 64
+_LEAF_NODES = 200
+"""Sets of options of one leaf that are looked at."""
 
 
 def solve(
@@ -55,5 +57,5 @@ def solve(
         if search.stopped():
             break
         if bounds[leaf] < search.cutoff:
-            search.leaves.solve(leaf, bounds[leaf], search)
+            search.leaves.solve(leaf, search, [search.leaves.whole(leaf, bounds[leaf])], _LEAF_NODES)
     return search.solution("beam", root, complete=root == float("inf"))

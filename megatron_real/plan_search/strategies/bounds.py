@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_real.plan_search.problem import Choice
 from megatron_real.plan_search.strategies.packing import MAX_CALLS, Packing, bits
+from megatron_real.plan_search.strategies.reallocs import ReallocFloor
 from megatron_real.plan_search.strategies.tables import Tables
 
-__all__ = ["Bound", "Frame", "ReallocFloor", "Serial", "WindowBound"]
+__all__ = ["Bound", "Frame", "Serial", "WindowBound"]
 
 INFINITY = float("inf")
 _MAX_PACKED = 9
@@ -163,57 +163,6 @@ def _cliques(among: int, adjacent: Sequence[int]) -> list[int]:
     return found
 
 
-class ReallocFloor:
-    """Prices of reallocations, asked once for pairs of windows that lie alike."""
-
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
-        self._prices: dict[tuple[object, ...], dict[tuple[int, int], float]] = {}
-        self._floors: dict[tuple[object, ...], tuple[float, float]] = {}
-
-    def table(self, call: int, home_window: int, window: int) -> dict[tuple[int, int], float]:
-        """Seconds to fill the copy of `call` on `window` from its home, by the layouts of both; 0 if it is its home."""
-        tables = self._tables
-        key = (call, tables.tree.pair(home_window, window))
-        known = self._prices.get(key)
-        if known is None:
-            known = self._prices[key] = self._ask(call, home_window, window)
-        return known
-
-    def _ask(self, call: int, home_window: int, window: int) -> dict[tuple[int, int], float]:
-        tables = self._tables
-        model = tables.calls[call].model
-        assert model is not None
-        size, meshes = tables.tree.size, tables.tree.windows
-        homes = {item.layout: item for item in tables.items[tables.home[call]].get(size[home_window], ())}
-        others = {item.layout: item for item in tables.items[call].get(size[window], ())}
-        return {
-            (source, target): 0.0
-            if source == target and home_window == window
-            else tables.problem.realloc_s(
-                model, Choice(meshes[home_window], home.option), Choice(meshes[window], other.option)
-            )
-            for source, home in homes.items()
-            for target, other in others.items()
-        }
-
-    def floor(self, call: int, home_window: int, window: int) -> tuple[float, float]:
-        """Least seconds of the reallocation, and of it together with the call."""
-        tables = self._tables
-        key = (call, tables.tree.pair(home_window, window))
-        known = self._floors.get(key)
-        if known is None:
-            by_layout: dict[int, float] = {}
-            for (_, layout), price in self.table(call, home_window, window).items():
-                by_layout[layout] = min(price, by_layout.get(layout, INFINITY))
-            items = tables.items[call].get(tables.tree.size[window], ())
-            joint = min(
-                (item.seconds + by_layout.get(item.layout, INFINITY) for item in items), default=INFINITY
-            )
-            known = self._floors[key] = (min(by_layout.values(), default=INFINITY), joint)
-        return known
-
-
 class Bound(NamedTuple):
     """Of all choices below a node of the tree."""
 
@@ -289,10 +238,13 @@ class WindowBound:
         """Rank-seconds of a call where it needs fewest."""
         return self._free_area[call]
 
-    def __call__(self, windows: Windows, cutoff: float = INFINITY) -> Bound:
-        """Of all choices with these windows. At least `cutoff` is as good as infinite: work stops there."""
+    def __call__(self, windows: Windows, cutoff: float = INFINITY, *, reallocs: bool = True) -> Bound:
+        """Of all choices with these windows. At least `cutoff` is as good as infinite: work stops there.
+
+        Without `reallocs`, these are taken for free: their prices take time.
+        """
         placed = [call for call, window in enumerate(windows) if window >= 0]
-        seconds = self._task_seconds(windows, placed)
+        seconds = self._task_seconds(windows, placed, reallocs=reallocs)
         if seconds is None:
             return Bound(INFINITY, INFINITY)
         area = self._area(windows, placed, seconds)
@@ -344,23 +296,23 @@ class WindowBound:
                         overlaps[one] |= 1 << free
         return tuple(overlaps)
 
-    def _task_seconds(self, windows: Windows, placed: Sequence[int]) -> list[float] | None:
-        """Least seconds of every task; None if the placed calls cannot fit beside each other."""
+    def _task_seconds(self, windows: Windows, placed: Sequence[int], *, reallocs: bool) -> list[float] | None:
+        """Least seconds of every task; None if the placed calls cannot fit beside each other.
+
+        A reallocation alone counts nothing, only together with its call.
+        """
         seconds = self._free_seconds + [0.0] * (self._serial.num_tasks - len(windows))
         fastest = self._fastest(windows, placed)
         if fastest is None:
             return None
         for call, least in fastest.items():
             seconds[call] = least
-        for call, task in self._serial.realloc.items():
+        for call, joint in self._serial.joint.items():
             home = self._tables.home[call]
-            joint = self._serial.joint[call]
             seconds[joint] = seconds[call]
-            if windows[call] < 0 or windows[home] < 0 or self._may_share(call, windows):
-                continue
-            floor, together = self._reallocs.floor(call, windows[home], windows[call])
-            seconds[task] = floor
-            seconds[joint] = max(together, seconds[call] + floor)
+            if reallocs and windows[call] >= 0 and windows[home] >= 0 and not self._may_share(call, windows):
+                pair = self._reallocs.pair(call, windows[home], windows[call])
+                seconds[joint] = max(seconds[call], pair.least_joint)
         return seconds
 
     def _may_share(self, call: int, windows: Windows) -> bool:
@@ -415,10 +367,9 @@ class WindowBound:
             else:
                 size = tables.tree.size[window]
                 area += max(seconds[call], self._loads[call][size]) * size
-        for call, task in self._serial.realloc.items():
-            if seconds[task]:
-                pair = {windows[call], windows[tables.home[call]]}
-                area += seconds[task] * max(tables.tree.size[window] for window in pair)
+        for call, joint in self._serial.joint.items():
+            if windows[call] >= 0:
+                area += (seconds[joint] - seconds[call]) * tables.tree.size[windows[call]]
         return area
 
     def _rank_load(self, windows: Windows, placed: Sequence[int], seconds: Sequence[float]) -> float:
@@ -430,13 +381,9 @@ class WindowBound:
             for call in placed:
                 if start in meshes[windows[call]]:
                     total += max(seconds[call], self._loads[call][size[windows[call]]])
-            for call, task in self._serial.realloc.items():
-                if seconds[task]:
-                    home = self._tables.home[call]
-                    if start in meshes[windows[call]]:
-                        total += seconds[self._serial.joint[call]] - seconds[call]
-                    elif start in meshes[windows[home]]:
-                        total += seconds[task]
+            for call, joint in self._serial.joint.items():
+                if windows[call] >= 0 and start in meshes[windows[call]]:
+                    total += seconds[joint] - seconds[call]
             best = max(best, total)
         return best
 

@@ -2,6 +2,7 @@
 
 The tree gives one call after another a window (those that weigh most first); `strategies/leaf.py` chooses options and
 order where all have one. The node with the least bound comes next, and its best child right after it, down to a leaf.
+Reallocations are priced for a node that comes next, not for its siblings.
 At any time the least bound of the nodes that are open or were left out is a lower bound of the period of every choice.
 
 Invariants (tests/property/test_exact.py):
@@ -14,11 +15,13 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from megatron_real.plan_search.kernel import Kernel
 from megatron_real.plan_search.problem import Choice, Evaluation, Limits, Progress, SearchProblem, Solution
-from megatron_real.plan_search.strategies.bounds import INFINITY, ReallocFloor, Serial, WindowBound
-from megatron_real.plan_search.strategies.leaf import LeafSolver
+from megatron_real.plan_search.strategies.bounds import INFINITY, Serial, WindowBound
+from megatron_real.plan_search.strategies.leaf import LeafSolver, Part
+from megatron_real.plan_search.strategies.reallocs import ReallocFloor
 from megatron_real.plan_search.strategies.tables import Tables
 
 __all__ = ["Search", "solve"]
@@ -26,8 +29,26 @@ __all__ = ["Search", "solve"]
 _ROUNDING = 1e-9
 """Relative difference that counts as none: sums of the same seconds in another order differ by less."""
 
+_LEAF_NODES = 100
+"""Sets of options of one leaf that are looked at before other leaves get their turn."""
+
 Reporter = Callable[[Progress], None]
 Windows = tuple[int, ...]
+
+
+class _Node(NamedTuple):
+    """A node of the tree: some calls have windows, or all have, and the options of `part` are left."""
+
+    bound: float
+    turn: int
+    """Of nodes with equal bounds, the deepest comes first (less than 0), and leaves that took long come last."""
+    spread: float
+    serial: int
+    """Different for all nodes, so that no two compare by what follows."""
+    windows: Windows
+    part: Part | None = None
+    priced: bool = False
+    """Whether the bound counts reallocations."""
 
 
 class Search:
@@ -51,6 +72,8 @@ class Search:
         self.bound = WindowBound(self.tables, serial, reallocs)
         self.leaves = LeafSolver(self.tables, serial, reallocs, self.kernel)
         self.branching = self._branching()
+        self._serial = 0
+        self._told = 0.0
 
     def _branching(self) -> tuple[int, ...]:
         """Calls in the order in which they get windows: pinned ones first, then by the rank-seconds they need."""
@@ -66,6 +89,10 @@ class Search:
                 order.insert(order.index(twin) + 1, call)
         return tuple(order)
 
+    def next_serial(self) -> int:
+        self._serial += 1
+        return self._serial
+
     @property
     def elapsed(self) -> float:
         return time.monotonic() - self._started
@@ -73,7 +100,7 @@ class Search:
     @property
     def cutoff(self) -> float:
         """Bounds from here on are not worth following."""
-        return self.period * (1 - self.limits.gap - _ROUNDING)
+        return self.period * (1 - max(self.limits.gap, _ROUNDING))
 
     def leave_out(self, bound: float) -> None:
         self.left_out = min(self.left_out, bound)
@@ -89,13 +116,21 @@ class Search:
             self._best = (tuple(choices), order)
             self.report()
 
-    def report(self) -> None:
+    def report(self, *, improved: bool = True) -> None:
         """Tell what is known by now."""
         bound = min(self.left_out, self.open_bound, self.period)
         now = Progress(self.elapsed, self.kernel.evaluations, self.period, bound)
-        self._trace.append(now)
+        self._told = now.seconds
+        if improved:
+            self._trace.append(now)
         if self._progress is not None:
             self._progress(now)
+
+    def rise(self, bound: float) -> None:
+        """The least bound of the open nodes is this now: tell it once a second."""
+        self.open_bound = bound
+        if self._progress is not None and self.elapsed > self._told + 1:
+            self.report(improved=False)
 
     def warm_start(self, start: Solution | None) -> None:
         """Take over the choice of another strategy, if it is one of this problem."""
@@ -114,7 +149,7 @@ class Search:
             self.offer(choices, numbers, self.kernel.evaluate_choices(choices, numbers))
 
     def children(self, windows: Windows, depth: int) -> list[tuple[float, float, Windows]]:
-        """Bound, spread and windows of every way to place the next call, the best first."""
+        """Bound (without reallocations), spread and windows of every way to place the next call, the best first."""
         call = self.branching[depth]
         allowed = set(self.tables.candidates[call])
         taken = 0
@@ -128,7 +163,7 @@ class Search:
             if window not in allowed or (twin >= 0 and window < windows[twin]):
                 continue
             child = (*windows[:call], window, *windows[call + 1 :])
-            bound = self.bound(child, self.cutoff)
+            bound = self.bound(child, self.cutoff, reallocs=False)
             if bound.seconds >= self.cutoff:
                 self.leave_out(bound.seconds)
             else:
@@ -172,36 +207,59 @@ def solve(
         problem: prices must not change when equal sibling windows change places.
         limits: at `gap` above 0, parts of the tree that cannot be better by more than it are left out.
         start: a choice to begin with, of any strategy.
-        progress: called at every improvement, and now and then when the bound has risen.
+        progress: called at every improvement, and once a second for the bound.
     """
     search = Search(problem, limits, progress)
     search.warm_start(start)
     windows = (-1,) * search.tables.num_calls
     root = search.bound(windows)
-    heap: list[tuple[float, int, float, Windows]] = [(root.seconds, 0, root.spread, windows)]
+    heap = [_Node(root.seconds, 0, root.spread, 0, windows)]
     if not all(search.tables.candidates):
         heap = []
     while heap:
-        search.open_bound = heap[0][0]
+        search.rise(heap[0].bound)
         if search.open_bound >= search.cutoff or search.stopped():
             break
-        bound, negative_depth, _, windows = heapq.heappop(heap)
-        _dive(search, heap, windows, (bound, -negative_depth))
-    open_bound = heap[0][0] if heap else INFINITY
+        node = _next(search, heap)
+        if node is not None:
+            _dive(search, heap, node)
+    open_bound = heap[0].bound if heap else INFINITY
     return search.solution("exact", min(open_bound, search.left_out, search.period), complete=not heap)
 
 
-def _dive(
-    search: Search, heap: list[tuple[float, int, float, Windows]], windows: Windows, at: tuple[float, int]
-) -> None:
-    """Follow a node (`at`: its bound and depth) and its best descendants to a leaf; siblings go to the heap."""
-    bound, depth = at
-    while depth < len(search.branching):
-        children = search.children(windows, depth)
-        depth += 1
-        if not children:
+def _next(search: Search, heap: list[_Node]) -> _Node | None:
+    """Take the node of the least bound with its reallocations counted; None if the first one turned out worse."""
+    node = heapq.heappop(heap)
+    if node.priced or node.part is not None:
+        return node
+    bound = max(node.bound, search.bound(node.windows, search.cutoff).seconds)
+    node = node._replace(bound=bound, priced=True)
+    if bound >= search.cutoff:
+        search.leave_out(bound)
+        return None
+    if heap and bound > heap[0].bound:
+        heapq.heappush(heap, node)
+        return None
+    return node
+
+
+def _dive(search: Search, heap: list[_Node], node: _Node) -> None:
+    """Follow a node and its best descendants down to a leaf; siblings go to the heap."""
+    for depth in range(len(node.windows) - node.windows.count(-1), len(node.windows)):
+        siblings = [
+            _Node(max(node.bound, bound), -depth - 1, spread, search.next_serial(), child)
+            for bound, spread, child in search.children(node.windows, depth)
+        ]
+        heapq.heapify(siblings)
+        best: _Node | None = None
+        while siblings and best is None:
+            best = _next(search, siblings)
+        for sibling in siblings:
+            heapq.heappush(heap, sibling)
+        if best is None:
             return
-        for other, spread, child in children[1:]:
-            heapq.heappush(heap, (max(bound, other), -depth, spread, child))
-        bound, windows = max(bound, children[0][0]), children[0][2]
-    search.leaves.solve(windows, bound, search)
+        node = best
+    part = node.part if node.part is not None else search.leaves.whole(node.windows, node.bound)
+    for left in search.leaves.solve(node.windows, search, [part], _LEAF_NODES):
+        bound = max(node.bound, left[0])
+        heapq.heappush(heap, _Node(bound, 1, 0.0, search.next_serial(), node.windows, left))

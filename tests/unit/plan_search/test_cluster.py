@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_real.errors import ConfigError, PlanError
@@ -22,6 +22,7 @@ def cluster(nodes: int, per_node: int, memory: int | None = None) -> Cluster:
     )
 
 
+@settings(deadline=None)
 @given(st.integers(1, 24), st.integers(1, 12))
 def test_windows_are_nested_or_disjoint_and_never_cut_a_node_in_part(nodes: int, per_node: int) -> None:
     meshes = cluster(nodes, per_node).meshes()

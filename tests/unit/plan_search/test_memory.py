@@ -14,7 +14,8 @@ from megatron_real.layout import Layout, coordinates_of
 from megatron_real.model_shape import ModelShape
 from megatron_real.plan import ClusterSpec, LayoutSpec, Placement, Plan
 from megatron_real.plan_search.cluster import Cluster, Device
-from megatron_real.plan_search.memory import MemoryModel, MemoryReport, copy_memory
+from megatron_real.plan_search.memory import MemoryModel, copy_memory
+from megatron_real.plan_search.memory_report import MemoryReport, memory_report
 from megatron_real.plan_search.models import ModelSpec
 from megatron_real.plan_search.workload import LengthDistribution, Workload
 from megatron_real.program import Offload, Program, Realloc, Reload, Run, Step, Transfer, compile_program
@@ -238,7 +239,7 @@ class _OneRank:
 def test_reports_are_a_walk_of_every_rank(name: str) -> None:
     memory = _memory()
     program = _program(memory, **PLANS[name])
-    report = memory.report(program)
+    report = memory_report(memory, program)
     assert [rank for group in report.groups for rank in group.mesh.ranks] == list(range(8))
     for rank in range(8):
         walker = _OneRank(memory, program, rank)
@@ -255,8 +256,8 @@ def test_reports_are_a_walk_of_every_rank(name: str) -> None:
 
 def test_hosts_hold_what_was_offloaded() -> None:
     memory = _memory()
-    assert memory.report(_program(memory, **CALLS)).host_bytes == (0, 0)
-    found = memory.report(_program(memory, **PLANS["offloaded"])).host_bytes
+    assert memory_report(memory, _program(memory, **CALLS)).host_bytes == (0, 0)
+    found = memory_report(memory, _program(memory, **PLANS["offloaded"])).host_bytes
     ref = copy_memory(memory.models["ref"], Layout(dp=2, pp=2), False).weights_bytes
     reward = copy_memory(memory.models["reward"], Layout(dp=2, tp=2), False).weights_bytes
     assert found == (2 * sum(ref) + 2 * reward[0], 2 * reward[0])
@@ -264,7 +265,7 @@ def test_hosts_hold_what_was_offloaded() -> None:
 
 def test_a_plan_that_fits_has_no_problems() -> None:
     memory = _memory()
-    report = memory.report(_program(memory, **CALLS))
+    report = memory_report(memory, _program(memory, **CALLS))
     assert report.problems(report.peak_bytes) == ()
     assert len(report.problems(report.peak_bytes - 1)) == 1
 
@@ -307,7 +308,7 @@ def test_the_smallest_change_that_fits_is_named(
     def report(**options: Any) -> MemoryReport:
         placed = _place(0, dp=4, options=placement).model_copy(update=options)
         plan = Plan(algorithm="sft", cluster=memory.cluster.spec, calls={"actor_train": placed})
-        return memory.report(compile_program(graph, plan))
+        return memory_report(memory, compile_program(graph, plan))
 
     found = report()
     capacity = int(found.peak_bytes * spare)
@@ -320,17 +321,17 @@ def test_the_smallest_change_that_fits_is_named(
 
 def test_a_reference_in_the_way_goes_to_the_host() -> None:
     memory = _memory(batch_size=16)
-    report = memory.report(_program(memory, **CALLS))
+    report = memory_report(memory, _program(memory, **CALLS))
     (problem,) = report.problems(int(report.peak_bytes * 0.95))
     assert problem.path == "realloc:critic_inf on rank 4"
     assert problem.fix == "Fits with offload=host in rew_inf."
     changed = CALLS | {"rew_inf": _place(4, dp=2, tp=2, options={"offload": "host"})}
-    assert memory.report(_program(memory, **changed)).peak_bytes <= report.peak_bytes * 0.95
+    assert memory_report(memory, _program(memory, **changed)).peak_bytes <= report.peak_bytes * 0.95
 
 
 def test_nothing_helps_a_device_that_is_far_too_small() -> None:
     memory = _memory()
-    report = memory.report(_program(memory, **CALLS))
+    report = memory_report(memory, _program(memory, **CALLS))
     assert all(
         "Use more devices" in problem.fix or "use more devices" in problem.fix
         for problem in report.problems(1)
@@ -348,10 +349,10 @@ def test_a_thousand_ranks_take_milliseconds() -> None:
         "critic_train": _place(512, dp=256, pp=2),
     }
     program = _program(memory, **calls)
-    memory.report(program)
+    memory_report(memory, program)
     taken = []
     for _ in range(5):
         start = time.perf_counter()
-        memory.report(program)
+        memory_report(memory, program)
         taken.append(time.perf_counter() - start)
     assert min(taken) < 0.05
