@@ -15,7 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
@@ -83,15 +83,22 @@ class Setting:
         return planner("ppo", self.actor, self.critic, self.gpus, workload, scale)
 
     def flops(self) -> float:
-        """Of a step, as the paper counts: training is four forward passes, each other call one."""
-        sequences = 131_072 // (128 + self.generated)
-        length = 128 + self.generated
+        """Of a step, as the paper's authors count them, so that throughput gives back the seconds that they measured.
+
+        Training is four forward passes, each other call one. Every model has a language model's head and as many key
+        heads as query heads, and attention is not halved for being causal. Step times that the authors left in their
+        repository (43.73 s and 41.65 s for 70B on 64 GPUs with 128 tokens) come out within 0.5 %, those of 7B within
+        2 %.
+        """
+        sequences, length = 131_072 // (128 + self.generated), 128 + self.generated
         times = {self.actor: 1 + 4 + 1}
         times[self.critic] = times.get(self.critic, 0) + 1 + 4 + 1
-        return sum(
-            count * forward_flops(model(name).shape, sequences * length, sequences * length**2)
-            for name, count in times.items()
-        )
+        total = 0.0
+        for name, count in times.items():
+            shape = model(name).shape
+            shape = replace(shape, num_query_groups=shape.num_attention_heads)
+            total += count * forward_flops(shape, sequences * length, 2 * sequences * length**2)
+        return total
 
     def published_s(self, bar: str) -> float | None:
         """Seconds of a step."""

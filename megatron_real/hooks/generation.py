@@ -4,7 +4,8 @@ A micro-batch is one decoding batch: its prompts are cut at the shortest, filled
 there every sequence moves one position at a time. Where a prompt is longer, its own token is taken instead of a
 sampled one, so every token stands at its real position and no padding ever enters the cache. Under pipeline
 parallelism each stage goes round its micro-batches: hidden states go to the next stage, and the last stage hands the
-chosen tokens to all ranks of the replica. With as many micro-batches as stages, all stages work at once.
+chosen tokens to all ranks of the replica. With as many micro-batches as stages, all stages work at once; more of them
+go in waves of so many, one wave's cache after the other's, so that more micro-batches need less memory.
 
 Invariants (tests/hooks/test_generation.py):
     - tokens are those of a loop of full forward passes, for every layout, order and cut into micro-batches;
@@ -16,8 +17,10 @@ Shape legend: b sequences of a micro-batch, V real vocabulary, h hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import batched
 from typing import Any
 
 import torch
@@ -76,29 +79,35 @@ def generate(
     _check(copy, prompts, microbatches, sampling)
     chunk = copy.chunks[0]
     device = next(chunk.parameters()).device
-    ledger, owner = copy.ledger, f"{copy.key} key-value cache of {call.name}"
     draws = DrawKey(seed=sampling.seed, call=call.name, iteration=iteration)
     with torch.no_grad(), copy.parallel.active(), InferenceMode.active():
         chunk.eval()
         links = _Links(copy, device)
         decodes = [_Decode.begin(prompts.select(ids), sampling, draws, device) for ids in microbatches]
         links.agree_on_passes(decodes)
-        needed = decode_bytes(copy, [(one.num_rows, one.end, one.capacity) for one in decodes])
-        if ledger is not None:
-            ledger.reserve(
-                owner, sum(kv_cache_bytes(chunk, one.num_rows, one.capacity - 1) for one in decodes)
-            )
-        try:
-            for one in decodes:
-                one.context = StaticInferenceContext(one.num_rows, one.capacity - 1)
-            with declared_activations(copy, needed):
-                _decode_all(copy, links, decodes, sampling)
-        finally:
-            for one in decodes:
-                one.context = None
-            if ledger is not None:
-                ledger.free(owner)
+        for wave in batched(decodes, copy.parallel.layout.pp):
+            with _caches(copy, f"{copy.key} key-value cache of {call.name}", wave):
+                _decode_all(copy, links, wave, sampling)
     return _collect(prompts, decodes, with_data=links.last)
+
+
+@contextlib.contextmanager
+def _caches(copy: ModelCopy, owner: str, decodes: Sequence[_Decode]) -> Iterator[None]:
+    """Caches for `decodes`, and in the ledger these and the activations of a pass, for a block."""
+    chunk, ledger = copy.chunks[0], copy.ledger
+    needed = decode_bytes(copy, [(one.num_rows, one.end, one.capacity) for one in decodes])
+    if ledger is not None:
+        ledger.reserve(owner, sum(kv_cache_bytes(chunk, one.num_rows, one.capacity - 1) for one in decodes))
+    try:
+        for one in decodes:
+            one.context = StaticInferenceContext(one.num_rows, one.capacity - 1)
+        with declared_activations(copy, needed):
+            yield
+    finally:
+        for one in decodes:
+            one.context = None
+        if ledger is not None:
+            ledger.free(owner)
 
 
 def kv_cache_bytes(chunk: torch.nn.Module, num_sequences: int, length: int) -> int:

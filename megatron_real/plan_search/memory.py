@@ -218,12 +218,12 @@ class MemoryModel:
     def _generation(
         self, spec: ActivationSpec, layout: Layout, per_replica: int, number: int
     ) -> tuple[int, ...]:
-        """All micro-batches have their cache at once, and one of them a pass."""
+        """The micro-batches of a wave, one per stage, have their cache at once, and one of them a pass."""
         first = self.workload.prompt.cap
         capacity = first + self.workload.response.cap
         rows = -(-per_replica // number)
         return tuple(
-            kv_cache_bytes(spec, layout, stage, per_replica * (capacity - 1))
+            kv_cache_bytes(spec, layout, stage, min(per_replica, rows * layout.pp) * (capacity - 1))
             + decode_bytes(spec, layout, stage, num_sequences=rows, first=first, capacity=capacity)
             for stage in range(layout.pp)
         )

@@ -4,7 +4,7 @@
 search problem to the plans of a kind, and `solve_preset` finds the best of them:
 
 =============  ======================================================================================================
-``heuristic``  ReaL's heuristic (arXiv:2406.14088, section 8): one set of degrees for all calls on the whole cluster:
+``heuristic``  ReaL's heuristic (arXiv:2406.14088): one set of degrees for all calls on the whole cluster:
                tensor parallelism fills a node, pipelines cross the nodes, data parallelism takes the rest
 ``symmetric``  one set of degrees for all calls on the whole cluster: the best one
 ``split``      models in disjoint groups of ranks, as OpenRLHF and NeMo-Aligner place them: actor and reference;

@@ -271,8 +271,8 @@ class _Builder:
         if pin.num_microbatches is not None:
             return (pin.num_microbatches,) if pin.num_microbatches <= count else ()
         if call.type is CallType.GENERATE:
-            # Decoding batches go round the stages: one per stage keeps all of them at work.
-            wanted = {layout.pp, 2 * layout.pp} if layout.pp > 1 else {1}
+            # Decoding batches go in waves of one per stage: more waves are slower and need less cache.
+            wanted = {layout.pp * waves for waves in (1, 2, 4, 8, 16, 32)}
         else:
             wanted = {-(-count // size) for size in self._options.microbatch_sizes}
         if layout.vpp > 1:

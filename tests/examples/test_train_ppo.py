@@ -67,7 +67,7 @@ def outcome(folder: Path) -> dict[str, float]:
     return {
         name: value
         for name, value in row.items()
-        if isinstance(value, int | float) and not name.endswith("_s")
+        if isinstance(value, int | float) and not name.endswith("_s") and not name.startswith("seconds/")
     }
 
 

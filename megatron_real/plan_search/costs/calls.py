@@ -149,6 +149,8 @@ class CallPricer:
             replicas=layout.dp,
             num_sequences=self._workload.num_sequences(call),
             in_step=at.grid.ep * at.grid.etp > layout.tp,
+            # Our engine's batches go in waves of one per stage; a continuous one has waves of its own.
+            waves=1 if self._traits.continuous_batching else -(-number // layout.pp),
         )
         if self._traits.continuous_batching:
             lengths = (self._prompts, self._responses)

@@ -56,6 +56,8 @@ class Decoding(NamedTuple):
     """Of all replicas."""
     in_step: bool = False
     """All replicas run equally many passes, since they hold experts for each other."""
+    waves: int = 1
+    """One after the other, each with its share of the batches."""
 
 
 class Ends(NamedTuple):
@@ -66,7 +68,7 @@ class Ends(NamedTuple):
     batches: Array
     """Mean number of batches of the slowest replica that are not finished."""
     any_left: Array
-    """Probability that the slowest replica is not finished."""
+    """Probability that the slowest replica is not finished with a wave."""
 
     @property
     def width(self) -> Array:
@@ -92,7 +94,8 @@ def static_ends(total: Histogram, start: float, cut: Decoding) -> Ends:
         batches = cut.batches * slowest
     else:
         batches = np.minimum(cut.batches, cut.batches * one + math.sqrt(cut.batches) * (slowest - one))
-    any_left = np.minimum(batches, 1.0 - below ** (cut.rows * cut.batches * cut.replicas))
+    in_wave = cut.batches / cut.waves
+    any_left = np.minimum(batches / cut.waves, 1.0 - below ** (cut.rows * in_wave * cut.replicas))
     keep = edges[1:] > edges[:-1]
     return Ends(edges[:-1][keep], edges[1:][keep], batches[keep], any_left[keep])
 
@@ -136,10 +139,10 @@ def _prefill(timer: StageTimer, at: Geometry, rows: float, length: float, batche
     return pipelined(at.stages, times, batches, 1, hop_seconds(timer, at, batch.tokens))
 
 
-def _sum(step: _Step, width: Array, batches: Array, any_left: Array) -> Pipelined:
+def _sum(step: _Step, width: Array, batches: Array, latency_rounds: Array) -> Pipelined:
     """All decode steps: a round costs its batches on the busiest stage, or one batch's way through all stages."""
     busy = batches * step.stage_s
-    rounds = np.maximum(busy, any_left * step.latency_s)
+    rounds = np.maximum(busy, latency_rounds * step.latency_s)
     weights = width * batches
     return Pipelined(
         compute_s=float(weights @ step.compute_s),
@@ -191,11 +194,12 @@ def static_generation(
         cut: into batches.
     """
     start, ends, contexts, weights = _ends(total, negated_prompts, cut)
-    first = _prefill(timer, at, cut.rows, start, cut.batches)
+    wave = _prefill(timer, at, cut.rows, start, -(-cut.batches // cut.waves))
+    first = Pipelined(*(cut.waves * part for part in wave))
     if len(ends.low) == 0:
         return first
     step = _Step(*(np.array(_step(timer, at, cut.rows, contexts)) @ weights))
-    return _plus(first, _sum(step, ends.width, ends.batches, ends.any_left))
+    return _plus(first, _sum(step, ends.width, ends.batches, cut.waves * ends.any_left))
 
 
 def cache_bytes_per_token(model: ModelSpec, at: Geometry) -> int:

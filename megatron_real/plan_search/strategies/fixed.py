@@ -1,9 +1,9 @@
 """The exact choice of options where every call's window is given, and some calls must be alike: small spaces.
 
-Presets are made of these. Depth first: a group of calls that must be alike takes its common value first, then call
-after call its option, the best bound first. A branch ends where its bound reaches the best plan so far, or where memory
-cannot suffice. The bound is the exact period of what happens at least: every call for the seconds of its fastest option
-that is left, and the reallocations whose two ends are decided.
+Presets are made of these. Depth first: call after call takes its option, the best bound first; before the first call of
+a group that must be alike, what the group has in common. A branch ends where its bound reaches the best plan so far, or
+where memory cannot suffice. The bound is the exact period of what happens at least: every call for the seconds of its
+fastest option that is left and fits beside what the others need, and the reallocations whose two ends are decided.
 
 Invariants (tests/unit/plan_search/test_presets.py):
     - equal to trying every choice.
@@ -12,7 +12,7 @@ Invariants (tests/unit/plan_search/test_presets.py):
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,14 +138,14 @@ class _Least(NamedTuple):
     """What the options that are left to a call need at least, one by one."""
 
     options: tuple[Option, ...]
-    seconds: float
+    """Fastest first."""
     leave_s: float
     """Of the single call of a frozen model, if every option leaves."""
     return_s: float
     resident: tuple[int, ...]
     """Of a home, while the call at each position of the order runs, and at the start of the iteration."""
-    own: int
-    """While the call itself runs, with what is resident of its copy."""
+    own: tuple[int, ...]
+    """Of each option, while the call itself runs: with what is resident of its copy."""
 
 
 @dataclass(slots=True)
@@ -154,6 +154,8 @@ class _Node:
 
     left: dict[str, _Least]
     decided: frozenset[str] = frozenset()
+    alike: frozenset[int] = frozenset()
+    """Groups whose common value is chosen."""
 
 
 class _FamilySearch:
@@ -170,12 +172,41 @@ class _FamilySearch:
         self._parents = {
             call.name: tuple(other.name for other in graph.parents(call)) for call in graph.calls
         }
-        # Trainings need most of memory and time: they come first.
-        self._branching = sorted(self._position, key=lambda name: not graph.call(name).trains)
         self._alike = [group for group in family.alike if len(group.calls) > 1]
         self._kept: dict[tuple[str, int], _Least] = {}
         self._root = _Node({call.name: self._least(call.name, self._options(call)) for call in self._order})
+        self._branching = self._branching_order()
         self.root_bound_s = self._bound(self._root)
+
+    def _branching_order(self) -> list[str]:
+        """Calls that depend on each other, by a rank or by weights, in a row.
+
+        The group with most work comes first, and in it the trainings, which need most of memory.
+        """
+        groups: list[list[str]] = []
+        for call in self._order:
+            near = [group for group in groups if any(self._are_near(call.name, other) for other in group)]
+            groups = [group for group in groups if group not in near]
+            groups.append([call.name, *(name for group in near for name in group)])
+
+        def work(group: list[str]) -> float:
+            return sum(
+                self._root.left[name].options[0].seconds for name in group if self._root.left[name].options
+            )
+
+        ranked = sorted(groups, key=work, reverse=True)
+        return [
+            name
+            for group in ranked
+            for name in sorted(
+                group, key=lambda name: (not self._graph.call(name).trains, self._position[name])
+            )
+        ]
+
+    def _are_near(self, one: str, other: str) -> bool:
+        model = self._graph.call(one).model
+        same = model is not None and model == self._graph.call(other).model
+        return same or self._windows[one].overlaps(self._windows[other])
 
     def _options(self, call: Call) -> tuple[Option, ...]:
         home = call.model is not None and self._homes[call.model] == call.name
@@ -184,27 +215,7 @@ class _FamilySearch:
         return pareto(self._problem.options_on(call.name, self._windows[call.name]), home=home, alone=free)
 
     def solve(self) -> None:
-        self._common(self._root, 0)
-
-    def _common(self, node: _Node, depth: int) -> None:
-        """Branch over what the calls of a group have in common."""
-        if depth == len(self._alike):
-            self._descend(node)
-            return
-        group = self._alike[depth]
-        values = [{group.of(option.layout) for option in node.left[name].options} for name in group.calls]
-        children = []
-        for value in set.intersection(*values):
-            left = dict(node.left)
-            for name in group.calls:
-                same = tuple(option for option in left[name].options if group.of(option.layout) == value)
-                left[name] = self._least(name, same)
-            child = _Node(left, node.decided)
-            children.append((self._bound(child), str(value), child))
-        for bound, _, child in sorted(children, key=lambda entry: entry[:2]):
-            if not self._run.worth(bound):
-                return
-            self._common(child, depth + 1)
+        self._descend(self._root)
 
     def _descend(self, node: _Node) -> None:
         name = next((name for name in self._branching if name not in node.decided), None)
@@ -213,14 +224,34 @@ class _FamilySearch:
             assignment = {call: Choice(self._windows[call], least.options[0]) for call, least in left}
             self._run.offer(self._problem, self._kernel, assignment)
             return
-        children = []
-        for option in node.left[name].options:
-            child = _Node({**node.left, name: self._alone(name, option)}, node.decided | {name})
-            children.append((self._bound(child), child))
-        for bound, child in sorted(children, key=lambda entry: entry[0]):
+        open_groups = (
+            index
+            for index, group in enumerate(self._alike)
+            if index not in node.alike and name in group.calls
+        )
+        index = next(open_groups, None)
+        children = self._by_option(node, name) if index is None else self._by_common(node, index)
+        ranked = [(self._bound(child), child) for child in children]
+        for bound, child in sorted(ranked, key=lambda entry: entry[0]):
             if not self._run.worth(bound):
                 return
             self._descend(child)
+
+    def _by_option(self, node: _Node, name: str) -> Iterator[_Node]:
+        for option in node.left[name].options:
+            left = {**node.left, name: self._alone(name, option)}
+            yield _Node(left, node.decided | {name}, node.alike)
+
+    def _by_common(self, node: _Node, index: int) -> Iterator[_Node]:
+        """Over what the calls of a group have in common."""
+        group = self._alike[index]
+        values = [{group.of(option.layout) for option in node.left[name].options} for name in group.calls]
+        for value in sorted(set.intersection(*values), key=str):
+            left = dict(node.left)
+            for name in group.calls:
+                same = tuple(option for option in left[name].options if group.of(option.layout) == value)
+                left[name] = self._least(name, same)
+            yield _Node(left, node.decided, node.alike | {index})
 
     def _alone(self, name: str, option: Option) -> _Least:
         key = name, id(option)
@@ -230,7 +261,8 @@ class _FamilySearch:
 
     def _least(self, name: str, options: tuple[Option, ...]) -> _Least:
         if not options:
-            return _Least((), float("inf"), 0.0, 0.0, (), 0)
+            return _Least((), 0.0, 0.0, (), ())
+        options = tuple(sorted(options, key=lambda option: option.seconds))
         call = self._graph.call(name)
         home = call.model is not None and self._homes[call.model] == name
         # Only of a model's single call it is known where in the order the moves stand.
@@ -239,11 +271,10 @@ class _FamilySearch:
         resident = [self._resident(call, option) for option in options] if home else []
         return _Least(
             options=options,
-            seconds=min(option.seconds for option in options),
             leave_s=min(option.leave_s for option in options) if frozen and all(away) else 0.0,
             return_s=min(option.return_s for option in options) if frozen and all(away) else 0.0,
             resident=tuple(map(min, zip(*resident, strict=True))),
-            own=min(
+            own=tuple(
                 option.active_bytes + (option.weights_bytes + option.state_bytes if home else 0)
                 for option in options
             ),
@@ -264,13 +295,16 @@ class _FamilySearch:
 
     def _bound(self, node: _Node) -> float:
         """No plan below `node` has a shorter period; infinite if none fits."""
-        if not all(least.options for least in node.left.values()) or not self._may_fit(node):
+        if not all(least.options for least in node.left.values()):
             return float("inf")
-        events = self._least_events(node)
+        seconds = self._least_seconds(node)
+        if seconds is None:
+            return float("inf")
+        events = self._least_events(node, seconds)
         where = [tuple({atom for mesh in event.meshes for atom in self._covers[mesh]}) for event in events]
         return period(events, where, self._num_atoms)
 
-    def _least_events(self, node: _Node) -> list[Event]:
+    def _least_events(self, node: _Node, seconds: Mapping[str, float]) -> list[Event]:
         """What happens at least: runs, and moves of which it is known where in the order they stand."""
         events = []
         reallocs = self._reallocs(node)
@@ -280,7 +314,7 @@ class _FamilySearch:
                 events.append(Event("reload", (mesh,), least.return_s))
             if call.name in reallocs:
                 events.append(reallocs[call.name])
-            events.append(Event(f"run:{call.name}", (mesh,), least.seconds, self._parents[call.name]))
+            events.append(Event(f"run:{call.name}", (mesh,), seconds[call.name], self._parents[call.name]))
             if least.leave_s:
                 events.append(Event("offload", (mesh,), least.leave_s))
         return events
@@ -313,23 +347,27 @@ class _FamilySearch:
         choice = Choice(self._windows[call.name], node.left[call.name].options[0])
         return None if choice.same_copy(home) else (home, choice)
 
-    def _may_fit(self, node: _Node) -> bool:
-        """Whether what every option needs at least, resident and while a call runs, fits on every rank."""
+    def _least_seconds(self, node: _Node) -> dict[str, float] | None:
+        """Of each call's fastest option that fits beside what the others need at least; None if one has none."""
         homes = [(name, self._covers[self._windows[name]]) for name in self._homes.values()]
         capacity = self._problem.capacity_bytes
+        seconds: dict[str, float] = {}
         for position in range(len(self._order) + 1):
             held = [0] * self._num_atoms
             for name, covered in homes:
                 for atom in covered:
                     held[atom] += node.left[name].resident[position]
             if position == len(self._order):
-                return max(held) <= capacity
+                return seconds if max(held) <= capacity else None
             call = self._order[position]
             least = node.left[call.name]
-            need = least.own - (least.resident[position] if least.resident else 0)
+            room = capacity - max(held[atom] for atom in self._covers[self._windows[call.name]])
+            room += least.resident[position] if least.resident else 0
             copy = self._copy(node, call)
             if copy is not None:
-                need += copy[1].option.weights_bytes
-            if any(held[atom] + need > capacity for atom in self._covers[self._windows[call.name]]):
-                return False
+                room -= copy[1].option.weights_bytes
+            fitting = [option for option, own in zip(least.options, least.own, strict=True) if own <= room]
+            if not fitting:
+                return None
+            seconds[call.name] = fitting[0].seconds
         raise AssertionError("the start is the last position")

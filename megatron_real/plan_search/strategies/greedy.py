@@ -1,7 +1,7 @@
 """Greedy: every call's fastest choice by itself, then repaired until memory fits.
 
-The first half is where ReaL's search starts (arXiv:2406.14088, section 5.2; `min` of each call's own time over all
-windows and layouts). ReaL leaves such a plan as it is even if it does not fit, and its chain has to find the way to one
+The first half is where ReaL's search starts (arXiv:2406.14088): the least of each call's own times over all windows
+and layouts. ReaL leaves such a plan as it is even if it does not fit, and its chain has to find the way to one
 that does. Here it is repaired: as long as some rank is too full, the move of one call to another option or window is
 made that adds the least time per byte saved, with time and bytes from `SearchProblem.evaluate`'s own arithmetic.
 

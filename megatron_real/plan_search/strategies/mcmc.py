@@ -1,4 +1,4 @@
-"""ReaL's search (arXiv:2406.14088, section 5.2): a Markov chain over plans, that keeps the best one it meets.
+"""ReaL's search (arXiv:2406.14088): a Markov chain over plans, that keeps the best one it meets.
 
 A plan p has the probability exp(-beta * cost(p)), where the cost is the period, or three times the period if the plan
 does not fit. A step draws a call and, from all its (window, option) pairs but the present one, another: a symmetric

@@ -115,10 +115,10 @@ def test_calls_by_hand() -> None:
     tokens, answers = 8 * 36, 8 * 20
     layer = tokens * (10 * 128 + 8 * 128 + 4 * 512)
     assert found.active_bytes == (layer + answers * 1024 * 10,)
-    # Generation: the cache is as long as the longest response, of all 16 sequences at once.
+    # Generation: the cache is as long as the longest response, of one of two micro-batches at a time.
     call = GRAPH.call("actor_gen")
     found = memory.call_memory(call, _place(0, dp=4, tp=2, options={"num_microbatches": 2}))
-    cache = 4 * (4 // 2) * 2 * 16 * 16 * (16 + 40 - 1) * 2
+    cache = 4 * (4 // 2) * 2 * 16 * 8 * (16 + 40 - 1) * 2
     first = 8 * 16 * (10 * 128 + (8 * 128 + 4 * 512) // 2) + 8 * 1024 * 10
     assert found.active_bytes == (cache + first,)
     # Training: 32 / 2 sequences of a step in 4 micro-batches of 4; stage 0 has 2 in flight, stage 1 one, 2 layers each.
