@@ -37,7 +37,7 @@ from megatron_real.plan_search.workload import LengthDistribution, Workload
 DATA = Path(__file__).parent / "data" / "real_v1_throughput.json"
 SIZES = ("llama_7b", "llama_13b", "llama_34b", "llama_70b")
 OPTIONS = SpaceOptions(plan_only=True, context_parallel=False)
-LIMITS = Limits(time_s=20.0, gap=0.01)
+LIMITS = Limits(time_s=10.0, gap=0.01)
 STRATEGIES = {"heuristic": "heur", "exact": "real", "hybrid": "dschat", "split": "openrlhf"}
 """Our strategy and the bar that it stands beside."""
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_real.algorithms.graphs import graph_of
+from megatron_real.dataflow import Graph
 from megatron_real.errors import ConfigError, PlanError
 from megatron_real.layout import Layout, Mesh
 from megatron_real.plan_search.kernel import Kernel
@@ -120,6 +121,58 @@ def test_no_power_of_two_is_needed() -> None:
     halves = replace(problem, meshes=tuple(mesh for mesh in meshes if mesh.size != 2))
     assert cpsat.solve(problem, Limits(time_s=60)).period_s == pytest.approx(4.0 + 1.0 + 3.0)
     assert cpsat.solve(halves, Limits(time_s=60)).period_s == pytest.approx(4.0 + 2.0 + 3.0)
+
+
+def on_two_ranks(graph: Graph, options: dict[str, Option], capacity: int) -> SearchProblem:
+    """One option for each call, all of them on the same two ranks."""
+    problem = small_problem(0, graph, meshes=(Mesh(0, 2),))
+    table = {(call, 2): (option,) for call, option in options.items()}
+    return replace(problem, options=table, capacity_bytes=capacity, staging_bytes=0)
+
+
+@pytest.mark.parametrize(("capacity", "fits"), [(60, True), (59, False)])
+def test_dropped_weights_make_room_for_a_generation(capacity: int, fits: bool) -> None:
+    train = Option(
+        layout=Layout(tp=2),
+        seconds=1.0,
+        weights_bytes=10,
+        state_bytes=20,
+        active_bytes=5,
+        drop_trained_weights=True,
+    )
+    gen = Option(layout=Layout(dp=2), seconds=1.0, weights_bytes=10, active_bytes=30)
+    score = Option(layout=Layout(dp=2), seconds=0.1)
+    graph = graph_of("grpo", reward="function", reference=False)
+    options = {"actor_gen": gen, "rew_inf": score, "actor_train": train}
+    problem = on_two_ranks(graph, options, capacity)
+    # While the generation runs: state 20, its copy 10, activations 30.
+    solution = cpsat.solve(problem, Limits(time_s=30))
+    assert (solution.assignment is not None) is fits
+    assert solution.proven_infeasible is not fits
+
+
+def test_a_shared_copy_waits_for_its_second_call() -> None:
+    gen = Option(layout=Layout(dp=2), seconds=1.0, weights_bytes=20, active_bytes=5)
+    reward = Option(layout=Layout(tp=2), seconds=1.0, weights_bytes=5, active_bytes=30)
+    train = Option(layout=Layout(tp=2), seconds=1.0, weights_bytes=10, state_bytes=10, active_bytes=5)
+    problem = on_two_ranks(
+        graph_of("remax"),
+        {
+            "actor_gen": gen,
+            "greedy_gen": gen,
+            "rew_inf": reward,
+            "greedy_rew_inf": reward,
+            "actor_train": train,
+        },
+        60,
+    )
+    # Beside 25 resident bytes, a reward's 30 leave no room for the generations' copy of 20.
+    between = ("actor_gen", "rew_inf", "greedy_gen", "greedy_rew_inf", "actor_train")
+    assert cpsat.solve(replace(problem, order=between), Limits(time_s=30)).proven_infeasible
+    solution = cpsat.solve(problem, Limits(time_s=30))
+    order = [call.name for call in problem.graph.ordered(solution.order)]
+    assert set(order[:2]) == {"actor_gen", "greedy_gen"}
+    assert solution.lower_bound_s == pytest.approx(optimum(problem), rel=ROUNDING)
 
 
 def test_three_sharers_of_a_copy_give_a_plan_without_a_bound() -> None:
