@@ -51,6 +51,7 @@ from megatron_real.plan_search.planner import Estimate, Planner  # noqa: E402
 from megatron_real.plan_search.planner_inputs import planner_of  # noqa: E402
 from megatron_real.plan_search.presets import PRESETS, least_memory  # noqa: E402
 from megatron_real.plan_search.problem import Limits  # noqa: E402
+from megatron_real.plan_search.profile_db import ProfileDatabase  # noqa: E402
 from megatron_real.plan_search.space import Pin, SpaceOptions  # noqa: E402
 from megatron_real.runtime.summary import summarize  # noqa: E402
 from megatron_real.trace import Span, SpanKind, attribute_waits, read_spans  # noqa: E402
@@ -59,7 +60,7 @@ OUTPUT = ROOT / "runs" / "speedup"
 SEARCHED = "searched"
 VOCABULARY = 257
 MEGATRON: dict[str, Any] = {
-    "num_layers": 6,
+    "num_layers": 4,
     "hidden_size": 256,
     "num_attention_heads": 4,
     "group_query_attention": True,
@@ -89,7 +90,7 @@ MEGATRON: dict[str, Any] = {
 """Actor and reference. New weights sample almost uniformly, and so slow a learning rate keeps it so."""
 OPTIONS = SpaceOptions(sequence_parallel=False)
 """Sequence parallelism would double the time of the profile, and saves activations only, which are small here."""
-SMALL = {"num_layers": 3}
+SMALL = {"num_layers": 2}
 """Critic and reward model."""
 
 
@@ -119,7 +120,7 @@ class Work:
 
 WORKLOADS = {
     "short": Work(batch_size=32, prompt=32, cap=8, num_minibatches=2),
-    "long": Work(batch_size=16, prompt=16, cap=96, num_minibatches=2),
+    "long": Work(batch_size=16, prompt=16, cap=64, num_minibatches=2),
     "tiny": Work(batch_size=4, prompt=8, cap=4, num_minibatches=1),
 }
 """Short responses, where training and inference count; long ones, where generation does; calls of milliseconds."""
@@ -165,8 +166,8 @@ def profile_of(ranks: int) -> Path:
         "max_sequences": max(work.batch_size for work in works),
         "max_length": max(work.prompt + work.cap for work in works),
         "max_tokens": max(work.batch_size * (work.prompt + work.cap) for work in works),
-        "seconds": 0.2 if ranks <= 2 else 0.1,
-        "repetitions": "[3,8]" if ranks <= 2 else "[2,5]",
+        "seconds": 0.4 if ranks <= 2 else 0.2,
+        "repetitions": "[5,15]" if ranks <= 2 else "[3,8]",
         "step": 4.0 if ranks <= 2 else 8.0,
         "sequence_parallel": "false",
         **{f"megatron.{name}": json.dumps(value) for name, value in MEGATRON.items()},
@@ -178,6 +179,10 @@ def profile_of(ranks: int) -> Path:
     with log.open("w") as file:
         if subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False).returncode:
             sys.exit(f"the profile failed:\n{log.read_text()[-3000:]}")
+    layers = [entry for entry in ProfileDatabase.load(path).entries if entry.operation == "layer"]
+    spread = statistics.median(entry.spread_s / max(entry.median_s, 1e-9) for entry in layers)
+    # More than about 0.3 says that the machine was busy: then errors are those of the profile. Delete it, start anew.
+    show({"profile": str(path.relative_to(ROOT)), "ranks": ranks, "spread_of_layers": round(spread, 3)})
     return path
 
 

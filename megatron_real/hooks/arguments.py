@@ -222,10 +222,6 @@ def _plan_problems(args: Namespace, plan: Plan, name: str, placement: Placement)
             found=f"cp={layout.cp}",
             expected="1 on this machine: context parallelism needs TransformerEngine's attention, which needs CUDA",
         )
-    if layout.ep > 1 and not getattr(args, "num_experts", None):
-        yield Problem(
-            path=f"{path}.layout.ep", found=f"ep={layout.ep}", expected="1: the model has no experts"
-        )
     shape = _shape(args, layout)
     if shape is not None:
         yield from shape.layout_problems(layout, f"{path}.layout")
@@ -271,6 +267,8 @@ def _shape(args: Namespace, layout: Layout) -> ModelShape | None:
         num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         ffn_hidden_size=ffn_hidden_size,
         padded_vocab_size=layout.tp,  # Megatron pads the vocabulary to whatever tp needs
+        num_experts=getattr(args, "num_experts", None) or 0,
+        expert_ffn_hidden_size=getattr(args, "moe_ffn_hidden_size", None),
     )
 
 

@@ -160,10 +160,6 @@ def _check(role: RoleModel, layout: Layout) -> None:
             f"layout {layout} of {role.role}: found cp={layout.cp} without TransformerEngine; expected cp=1. Only its "
             "attention does context parallelism: set cp to 1, or use TransformerEngine's layers."
         )
-    if layout.ep > 1 and role.config.num_moe_experts is None:
-        raise PlanError(
-            f"layout {layout} of {role.role}: found ep={layout.ep} for a model without experts; expected 1."
-        )
     for option in ("tp_comm_overlap", "use_mup", "mtp_num_layers", "init_model_with_meta_device"):
         if getattr(role.config, option, None):
             raise ConfigError(

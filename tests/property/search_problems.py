@@ -68,6 +68,30 @@ GRAPHS: dict[str, tuple[Row, ...]] = {
         ("rew", "r", "i", "ref"),
         ("train_a", "a", "t", "rew"),
     ),
+    "remax": (
+        ("gen", "a", "g", ""),
+        ("greedy", "a", "g", ""),
+        ("rew", "r", "i", "gen"),
+        ("greedy_rew", "r", "i", "greedy"),
+        ("train_a", "a", "t", "rew greedy_rew"),
+    ),
+    "two generations": (
+        ("gen", "a", "g", ""),
+        ("greedy", "a", "g", ""),
+        ("train_a", "a", "t", "gen greedy"),
+    ),
+    "three generations": (
+        ("gen", "a", "g", ""),
+        ("greedy", "a", "g", ""),
+        ("third", "a", "g", ""),
+        ("train_a", "a", "t", "gen greedy third"),
+    ),
+    "two actors": (
+        ("gen_a", "a", "g", ""),
+        ("gen_b", "b", "g", ""),
+        ("train_a", "a", "t", "gen_a gen_b"),
+        ("train_b", "b", "t", "gen_a gen_b"),
+    ),
     "twins": (
         ("gen", "a", "g", ""),
         ("rew1", "r1", "i", "gen"),

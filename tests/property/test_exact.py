@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from megatron_real.plan_search.problem import Limits, SearchProblem, Solution
 from megatron_real.plan_search.strategies import beam, brute, exact
-from megatron_real.plan_search.strategies.bounds import ReallocFloor, Serial, WindowBound
+from megatron_real.plan_search.strategies.bounds import WindowBound
 from megatron_real.plan_search.strategies.orders import distinct_orders
 from megatron_real.plan_search.strategies.packing import Packing
+from megatron_real.plan_search.strategies.reallocs import ReallocFloor
+from megatron_real.plan_search.strategies.rows import Serial
 from megatron_real.plan_search.strategies.tables import Tables
 from tests.property.search_problems import GRAPHS, random_problem
 

@@ -3,11 +3,8 @@
 Every bound is a sum of seconds that some cycle of the repeated events, or some rank, must spend in one period:
 
 * *rank load*: all calls whose windows contain a rank, and the reallocations that it takes part in;
-* *row*: calls that run one after another in every iteration, because data or a common rank orders each pair, and of
-  which the last one must end before the first one starts anew. Generation, inference and training of one model are
-  one; a reallocation counts as a call that runs on the windows of both copies;
-* *frame*: a row whose middle calls have no window yet: they need at least the time of their best packing into nested
-  windows, and at least their area over the number of ranks;
+* *row*, *frame*: see `strategies/rows.py`. Calls of a frame without a window need at least the time of their best
+  packing into nested windows, and at least their area over the number of ranks;
 * *area*: seconds times ranks, over the number of ranks.
 
 Invariant (tests/property/test_exact.py): no bound exceeds the optimum that full enumeration finds below the same
@@ -16,15 +13,15 @@ windows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_real.plan_search.strategies.packing import MAX_CALLS, Packing, bits
 from megatron_real.plan_search.strategies.reallocs import ReallocFloor
+from megatron_real.plan_search.strategies.rows import Serial
 from megatron_real.plan_search.strategies.tables import Tables
 
-__all__ = ["Bound", "Frame", "Serial", "WindowBound"]
+__all__ = ["INFINITY", "Bound", "WindowBound"]
 
 INFINITY = float("inf")
 _MAX_PACKED = 9
@@ -32,135 +29,6 @@ _MAX_PACKED = 9
 
 Windows = Sequence[int]
 """Window of each call; -1 where it has none yet."""
-
-
-class Frame(NamedTuple):
-    """Tasks around `middle`: all of them run before or after every call of `middle`, in each iteration."""
-
-    around: tuple[int, ...]
-    middle: int
-    """Bit set of calls."""
-
-
-class Rows(NamedTuple):
-    rows: tuple[tuple[int, ...], ...]
-    frames: tuple[Frame, ...]
-
-
-class Serial:
-    """Finds rows and frames. Tasks are the calls, then a reallocation for each call that is not its model's home.
-
-    A row names a call together with its reallocation by a third number, ``joint``: their sum has a better bound than
-    its parts.
-    """
-
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
-        self.num_calls = tables.num_calls
-        self.moved = [
-            call
-            for call in range(self.num_calls)
-            if tables.calls[call].model is not None and not tables.is_home(call)
-        ]
-        self.realloc = {call: self.num_calls + index for index, call in enumerate(self.moved)}
-        self.joint = {call: task + len(self.moved) for call, task in self.realloc.items()}
-        self.num_tasks = self.num_calls + 2 * len(self.moved)
-        self._after = [*tables.after]
-        self._before = [*tables.before]
-        for call in self.moved:
-            self._after.append(tables.after[call] | 1 << call)
-            self._before.append(0)
-        for call, task in self.realloc.items():
-            for later in [call, *bits(tables.after[call])]:
-                self._before[later] |= 1 << task
-        self.find: Callable[[tuple[int, ...]], Rows] = lru_cache(maxsize=1 << 17)(self._find)
-
-    def _find(self, overlaps: tuple[int, ...]) -> Rows:
-        """Rows and frames of calls whose windows surely overlap as the bit sets `overlaps` say."""
-        conflict = self._conflicts(overlaps)
-        serial = [conflict[task] | self._after[task] | self._before[task] for task in range(len(conflict))]
-        rows: set[int] = set()
-        frames: set[Frame] = set()
-        for first in range(len(conflict)):
-            if first in self.realloc:
-                continue  # the row that starts with its reallocation is longer
-            for clique in _cliques(self._after[first], serial):
-                row = self._closed(clique, conflict[first])
-                rows.add(row | 1 << first)
-                frames.update(self._frames(first, row))
-        maximal = [row for row in rows if not any(row != other and row & other == row for other in rows)]
-        return Rows(tuple(self._named(row) for row in maximal), tuple(frames))
-
-    def _conflicts(self, overlaps: tuple[int, ...]) -> list[int]:
-        """Bit sets of the tasks with which each task shares a rank."""
-        conflict = list(overlaps)
-        for call in self.moved:
-            home = self._tables.home[call]
-            conflict.append(overlaps[call] | overlaps[home] | 1 << call | 1 << home)
-        for call, task in self.realloc.items():
-            for other in bits(conflict[task]):
-                conflict[other] |= 1 << task
-            for other, row in self.realloc.items():
-                parts = overlaps[other] | 1 << other | overlaps[self._tables.home[other]]
-                parts |= 1 << self._tables.home[other]
-                if other != call and parts & (1 << call | 1 << self._tables.home[call]):
-                    conflict[task] |= 1 << row
-                    conflict[row] |= 1 << task
-        return conflict
-
-    def _closed(self, clique: int, closes: int) -> int:
-        """The largest part of a clique whose last calls all end before the first task starts anew."""
-        while True:
-            open_ends = 0
-            for task in bits(clique):
-                if not self._after[task] & clique and not closes >> task & 1:
-                    open_ends |= 1 << task
-            if not open_ends:
-                return clique
-            clique &= ~open_ends
-
-    def _frames(self, first: int, row: int) -> list[Frame]:
-        call = self.moved[first - self.num_calls] if first >= self.num_calls else first
-        if first != call and not row >> call & 1:
-            return []
-        ends = [task for task in bits(row) if not self._after[task] & row and task != call]
-        found = []
-        for chosen in [ends, *([end] for end in ends if len(ends) > 1)]:
-            middle = self._tables.after[call] if chosen else 0
-            for end in chosen:
-                middle &= self._before[end]
-            middle &= (1 << self.num_calls) - 1
-            if middle & (middle - 1):
-                around = (self.joint[call] if first != call else call, *chosen)
-                found.append(Frame(around, middle))
-        return found
-
-    def _named(self, row: int) -> tuple[int, ...]:
-        for call, task in self.realloc.items():
-            both = 1 << call | 1 << task
-            if row & both == both:
-                row = row & ~both | 1 << self.joint[call]
-        return tuple(bits(row))
-
-
-def _cliques(among: int, adjacent: Sequence[int]) -> list[int]:
-    """All maximal cliques (Bron and Kerbosch, 1973) of the tasks of a bit set; at least the empty one."""
-    found: list[int] = []
-
-    def grow(clique: int, open_tasks: int, done: int) -> None:
-        if not open_tasks:
-            if not done:
-                found.append(clique)
-            return
-        pivot = max(bits(open_tasks | done), key=lambda task: (open_tasks & adjacent[task]).bit_count())
-        for task in bits(open_tasks & ~(adjacent[pivot] & ~(1 << pivot))):
-            near = adjacent[task] & ~(1 << task)
-            grow(clique | 1 << task, open_tasks & near, done & near)
-            open_tasks &= ~(1 << task)
-            done |= 1 << task
-
-    grow(0, among, 0)
-    return found
 
 
 class Bound(NamedTuple):
@@ -261,7 +129,8 @@ class WindowBound:
         for frame in found.frames:
             if bound >= cutoff:
                 break
-            total = sum([seconds[task] for task in frame.around])
+            total = sum([seconds[task] for task in frame.ends])
+            total += min([seconds[task] for task in frame.heads], default=0.0)
             bound = max(bound, total + self._middle(frame.middle, windows, seconds))
         return Bound(bound, self._spread(windows, placed, seconds))
 

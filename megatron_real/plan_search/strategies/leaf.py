@@ -15,9 +15,10 @@ from typing import NamedTuple, Protocol
 
 from megatron_real.plan_search.kernel import Kernel, Seconds
 from megatron_real.plan_search.problem import Choice, Evaluation
-from megatron_real.plan_search.strategies.bounds import INFINITY, Serial
+from megatron_real.plan_search.strategies.bounds import INFINITY
 from megatron_real.plan_search.strategies.placed import Order, Placed, Placer
 from megatron_real.plan_search.strategies.reallocs import ReallocFloor
+from megatron_real.plan_search.strategies.rows import Serial
 from megatron_real.plan_search.strategies.tables import Item, Tables
 
 __all__ = ["LeafSolver", "Part", "SearchState"]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from megatron_real.plan_search.strategies.bounds import Serial
 from megatron_real.plan_search.strategies.orders import distinct_orders
 from megatron_real.plan_search.strategies.reallocs import PairPrices, ReallocFloor
+from megatron_real.plan_search.strategies.rows import Serial
 from megatron_real.plan_search.strategies.tables import Tables
 
 __all__ = ["Meeting", "Order", "Placed", "Placer"]

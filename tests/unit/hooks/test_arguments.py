@@ -69,6 +69,14 @@ def test_interleaved_and_uneven_stages() -> None:
     assert args.num_virtual_stages_per_pipeline_rank is None
 
 
+def test_experts_are_spread_over_the_ranks_of_a_stage() -> None:
+    args = _args(num_experts=4)
+    apply_plan(args, _plan({"dp": 4, "ep": 2}), [])
+    assert args.expert_model_parallel_size == 2
+    with pytest.raises(PlanError, match=r"ep=3; expected a divisor of num_experts=4"):
+        apply_plan(_args(num_experts=4), _plan({"dp": 4, "ep": 3}), [])
+
+
 def test_recomputation() -> None:
     args = _args()
     apply_plan(args, _plan({"dp": 4}, recompute="full"), [])

@@ -18,6 +18,7 @@ from megatron_real.plan_search.pictures import (
     write_pictures,
 )
 from megatron_real.plan_search.planner import Estimate
+from megatron_real.plan_search.report import bytes_text
 from tests.unit.plan_search.small_plan import planner, split_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -65,7 +66,7 @@ def test_every_group_of_ranks_has_a_panel_and_the_capacity_a_line(estimate: Esti
     text = memory_svg(estimate, planner().cluster.capacity_bytes)
     assert re.findall(r"ranks? ([\d-]+)[:,]", text) == ["0-1", "2-3"]
     assert text.count('stroke-dasharray="6 4"') == 2
-    assert text.count("capacity 78.65 GiB") == 2
+    assert text.count(f"capacity {bytes_text(planner().cluster.capacity_bytes)}") == 2
 
 
 def test_the_timeline_has_the_simulated_calls(estimate: Estimate) -> None:
