@@ -76,7 +76,11 @@ class Serial:
         ]
         """Calls that need no data, of those before each call."""
         self._siblings = [
-            sum(1 << other for other in self.moved if other != call and tables.home[other] == tables.home[call])
+            sum(
+                1 << other
+                for other in self.moved
+                if other != call and tables.home[other] == tables.home[call]
+            )
             for call in calls
         ]
         """Calls that may have filled the copy of each call before it."""
@@ -172,9 +176,7 @@ class Serial:
 
     def _frames_before(self, last: int, conflict: Sequence[int]) -> list[Frame]:
         """Frames between the end of `last` and its next start, where several calls come first."""
-        heads = [
-            call for call in self._sources[last] if conflict[self.realloc.get(call, call)] >> last & 1
-        ]
+        heads = [call for call in self._sources[last] if conflict[self.realloc.get(call, call)] >> last & 1]
         if len(heads) < 2:
             return []
         middle = 0
@@ -212,5 +214,3 @@ def _cliques(among: int, adjacent: Sequence[int]) -> list[int]:
 
     grow(0, among, 0)
     return found
-
-
