@@ -89,7 +89,8 @@ class Serial:
     def _find(self, overlaps: tuple[int, ...]) -> Rows:
         """Rows and frames of calls whose windows surely overlap as the bit sets `overlaps` say."""
         conflict = self._conflicts(overlaps)
-        chained = self._chained(overlaps, conflict)
+        chained = self._chained(conflict)
+        over = self._over(conflict)
         serial = [
             conflict[task] | self._after[task] | self._before[task] | chained[task]
             for task in range(len(conflict))
@@ -100,14 +101,15 @@ class Serial:
             if first in self.realloc:
                 continue  # the row that starts with its reallocation is longer
             for clique in _cliques(self._after[first], serial):
-                row = self._closed(clique, self._after, conflict[first])
+                row = self._closed(clique, self._after, over[first])
                 rows.add(row | 1 << first)
                 frames.update(self._frames(first, row))
         for last in range(self.num_calls):
             if len(self._sources[last]) > 1:
+                waits = sum(1 << task for task in range(len(over)) if over[task] >> last & 1)
                 for clique in _cliques(self._before[last], serial):
-                    rows.add(self._closed(clique, self._before, conflict[last]) | 1 << last)
-                frames.update(self._frames_before(last, conflict))
+                    rows.add(self._closed(clique, self._before, waits) | 1 << last)
+                frames.update(self._frames_before(last, waits))
         maximal = [row for row in rows if not any(row != other and row & other == row for other in rows)]
         return Rows(tuple(self._named(row) for row in maximal), tuple(frames))
 
@@ -128,7 +130,22 @@ class Serial:
                     conflict[row] |= 1 << task
         return conflict
 
-    def _chained(self, overlaps: tuple[int, ...], conflict: Sequence[int]) -> list[int]:
+    def _over(self, conflict: Sequence[int]) -> list[int]:
+        """Bit sets of the tasks that end before each task starts anew in the next iteration.
+
+        A common rank sees to it, of a task or what follows it and the other task or what that one waits for.
+        """
+        over = []
+        for task in range(len(conflict)):
+            found = 0
+            for one in (task, *bits(self._before[task])):
+                found |= conflict[one] | 1 << one
+            for one in bits(found):
+                found |= self._before[one]
+            over.append(found)
+        return over
+
+    def _chained(self, conflict: Sequence[int]) -> list[int]:
         """Bit sets of the calls that no common rank orders, but the reallocation of whichever comes second.
 
         That of a call on a copy of its own stands right before it and waits for the other call. Only calls that none
@@ -147,8 +164,8 @@ class Serial:
     def _closed(self, clique: int, beyond: Sequence[int], closes: int) -> int:
         """The largest part of a clique whose tasks with nothing `beyond` them in it are all in `closes`.
 
-        Those are the last ones, which must end before the first task of a row starts anew (they share a rank with
-        it), or the first ones, which must wait for the last.
+        Those are the last ones of a row, which must end before its first task starts anew, or its first ones, which
+        must wait for the last.
         """
         while True:
             open_ends = 0
@@ -174,9 +191,9 @@ class Serial:
                 found.append(Frame((self.joint[call] if first != call else call,), tuple(chosen), middle))
         return found
 
-    def _frames_before(self, last: int, conflict: Sequence[int]) -> list[Frame]:
-        """Frames between the end of `last` and its next start, where several calls come first."""
-        heads = [call for call in self._sources[last] if conflict[self.realloc.get(call, call)] >> last & 1]
+    def _frames_before(self, last: int, waits: int) -> list[Frame]:
+        """Frames between the end of `last` and its next start, where several calls that wait for it come first."""
+        heads = [call for call in self._sources[last] if waits >> self.realloc.get(call, call) & 1]
         if len(heads) < 2:
             return []
         middle = 0
