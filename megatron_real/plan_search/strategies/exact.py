@@ -101,7 +101,8 @@ class Search:
     @property
     def cutoff(self) -> float:
         """Bounds from here on are not worth following."""
-        return self.period * (1 - max(self.limits.gap, _ROUNDING))
+        # A little above what the gap allows, so that what is left out proves the gap in spite of rounding.
+        return self.period * (1 - max(self.limits.gap * (1 - _ROUNDING), _ROUNDING))
 
     def leave_out(self, bound: float) -> None:
         self.left_out = min(self.left_out, bound)

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 
 import pytest
 
+from megatron_real.algorithms.graphs import remax_graph
 from megatron_real.layout import Layout, Mesh
 from megatron_real.plan import ClusterSpec
 from megatron_real.plan_search.problem import Choice, Limits, Option, Progress, SearchProblem
-from megatron_real.plan_search.strategies import beam, exact
+from megatron_real.plan_search.strategies import beam, exact, mcmc
 from megatron_real.plan_search.strategies.tables import Tables, WindowTree
 from tests.property.search_problems import (
     GRAPHS,
@@ -79,6 +80,17 @@ def test_the_price_of_a_reallocation_counts_where_it_cannot_be_avoided() -> None
     assert found.period_s == 2 + 5 + 1 + 1 + 4
     cheaper = exact.solve(_problem("grpo", {**seconds, ("gen", 2): 6.0}, price=2.0), Limits())
     assert cheaper.period_s == 6 + 1 + 1 + 4, "the copy of the training generates"
+
+
+def test_generations_take_turns_where_each_waits_for_the_copy_of_the_other() -> None:
+    # Each generates on one device, from the copy of a training on both: it is filled when the other one is done.
+    seconds = {("gen", 1): 5.0, ("greedy", 1): 6.0, ("train_a", 2): 4.0}
+    found = exact.solve(_problem("two generations", seconds, price=2.0), Limits())
+    assert found.period_s == 2 + 5 + 2 + 6 + 4
+    # A training on one of the devices fills the copy on the other one first: 2 + 6 s there, beside the 5 s here.
+    apart = exact.solve(_problem("two generations", {**seconds, ("train_a", 1): 7.0}, price=2.0), Limits())
+    assert apart.period_s == 2 + 6 + 7
+    assert apart.gap == 0
 
 
 def test_nothing_fits() -> None:
@@ -158,6 +170,18 @@ def test_realistic_problems_get_a_certificate(devices: int, frozen: int) -> None
     wide = beam.solve(problem, Limits(time_s=60), width=8)
     assert wide.period_s >= found.lower_bound_s
     assert wide.lower_bound_s <= found.period_s
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_independent_generations_of_one_model_get_a_certificate(reference: bool) -> None:
+    problem = realistic_problem(32, graph=remax_graph(reference=reference))
+    found = exact.solve(problem, Limits(time_s=60, evaluations=5000, gap=0.01))
+    assert found.gap <= 0.01 + 1e-9
+    assert found.assignment is not None
+    assert problem.evaluate(found.assignment, found.order).period_s == found.period_s
+    walked = mcmc.solve(problem, Limits(time_s=60, evaluations=10_000))
+    assert found.lower_bound_s <= walked.period_s
+    assert found.period_s <= walked.period_s * 1.01
 
 
 def test_a_beam_bounds_what_the_tree_search_does_not_finish() -> None:
