@@ -17,9 +17,9 @@ from megatron_real.plan_search.strategies.packing import Packing
 from megatron_real.plan_search.strategies.reallocs import ReallocFloor
 from megatron_real.plan_search.strategies.rows import Serial
 from megatron_real.plan_search.strategies.tables import Tables
-from tests.property.search_problems import GRAPHS, random_problem
+from tests.property.search_problems import GRAPHS, MANY_COPIES, random_problem
 
-KINDS = list(GRAPHS)
+KINDS = [*GRAPHS, *MANY_COPIES]
 ROUNDING = 1e-9
 
 
@@ -78,7 +78,7 @@ def test_bounds_hold_below_any_windows(seed: int) -> None:
         placed = rng.sample(range(tables.num_calls), rng.randint(0, tables.num_calls))
         partial = [window if call in placed else -1 for call, window in enumerate(windows)]
         pinned = {tables.calls[call].name: tables.tree.windows[windows[call]] for call in placed}
-        below = brute.solve(dataclasses.replace(problem, pinned=problem.pinned | pinned), Limits())
+        below = brute.solve(dataclasses.replace(problem, pinned={**problem.pinned, **pinned}), Limits())
         assert bound(partial).seconds <= below.period_s * (1 + ROUNDING)
 
 

@@ -10,6 +10,9 @@ from megatron_real.layout import Layout, Mesh
 from megatron_real.plan import ClusterSpec
 from megatron_real.plan_search.problem import Choice, Limits, Option, Progress, SearchProblem
 from megatron_real.plan_search.strategies import beam, exact, mcmc
+from megatron_real.plan_search.strategies.bounds import WindowBound
+from megatron_real.plan_search.strategies.reallocs import ReallocFloor
+from megatron_real.plan_search.strategies.rows import Serial
 from megatron_real.plan_search.strategies.tables import Tables, WindowTree
 from tests.property.search_problems import (
     GRAPHS,
@@ -85,8 +88,15 @@ def test_the_price_of_a_reallocation_counts_where_it_cannot_be_avoided() -> None
 def test_generations_take_turns_where_each_waits_for_the_copy_of_the_other() -> None:
     # Each generates on one device, from the copy of a training on both: it is filled when the other one is done.
     seconds = {("gen", 1): 5.0, ("greedy", 1): 6.0, ("train_a", 2): 4.0}
-    found = exact.solve(_problem("two generations", seconds, price=2.0), Limits())
-    assert found.period_s == 2 + 5 + 2 + 6 + 4
+    problem = _problem("two generations", seconds, price=2.0)
+    pins = {"gen": Mesh(0, 1), "greedy": Mesh(1, 2)}
+    turns = exact.solve(dataclasses.replace(problem, pinned=pins), Limits())
+    assert turns.period_s == 2 + 5 + 2 + 6 + 4
+    assert exact.solve(problem, Limits()).period_s == 2 + 5 + 6 + 4, "on one device they share a copy"
+    tables = Tables(problem)
+    bound = WindowBound(tables, Serial(tables), ReallocFloor(tables))
+    windows = [tables.tree.number[mesh] for mesh in (Mesh(0, 1), Mesh(1, 2), Mesh(0, 2))]
+    assert bound(windows).seconds == turns.period_s, "the windows tell"
     # A training on one of the devices fills the copy on the other one first: 2 + 6 s there, beside the 5 s here.
     apart = exact.solve(_problem("two generations", {**seconds, ("train_a", 1): 7.0}, price=2.0), Limits())
     assert apart.period_s == 2 + 6 + 7
