@@ -126,7 +126,7 @@ def run(case: Case, mcmc_factor: float) -> None:
         report(planner, case, "mcmc", Limits(time_s=max(10.0, mcmc_factor * spent)))
     report(planner, case, "greedy", Limits(time_s=case.limit_s))
     for name in presets.PRESETS:
-        report(planner, case, name, Limits(time_s=30.0))
+        report(planner, case, name, Limits(time_s=10.0))
 
 
 def report(planner: Planner, case: Case, strategy: str, limits: Limits) -> Solution | None:
