@@ -87,7 +87,7 @@ def split_arguments(argv: Sequence[str], count: int, usage: str) -> tuple[list[s
     """
     files = [argument for argument in argv if "=" not in argument and not argument.startswith("-")]
     rest = [argument for argument in argv if argument not in files]
-    flags = [argument for argument in rest if argument.startswith("-")]
+    flags = [argument for argument in rest if argument.startswith("-") and argument != "--plan-only"]
     if len(files) != count or flags:
         found = " ".join([*files, *flags]) or "nothing"
         raise ConfigError(f"{usage.split(' ')[1]}: found {found}; expected: {usage}")
@@ -99,7 +99,8 @@ def hydra_overrides(argv: Sequence[str]) -> list[str]:
     groups = {path.name for path in conf_dir().iterdir() if path.is_dir()}
     groups |= {f"model/{role}" for role in ROLES} - {"search"}
     result = []
-    for argument in argv:
+    for given in argv:
+        argument = "search.plan_only=true" if given == "--plan-only" else given
         key, equals, _ = argument.partition("=")
         plain = equals and key[:1] not in ("+", "~", "-") and not key.startswith("hydra")
         result.append(f"++{argument}" if plain and key.partition("@")[0] not in groups else argument)

@@ -121,7 +121,7 @@ class Planner:
         if not options.plan_only and self.graph.name not in EXECUTABLE_ALGORITHMS:
             raise PlanError(
                 f"search: found the algorithm {self.graph.name!r}; the runtime executes "
-                f"{', '.join(EXECUTABLE_ALGORITHMS)}. Add --plan-only (plan_only=true) to price it all the same."
+                f"{', '.join(EXECUTABLE_ALGORITHMS)}. Add --plan-only (search.plan_only=true) to price it all the same."
             )
         key = repr((options, sorted((name, repr(pin)) for name, pin in pins.items())))
         if key not in self._spaces:

@@ -234,3 +234,7 @@ def test_progress_is_shown_on_a_terminal_only() -> None:
     with ProgressLine(Console(file=quiet, force_terminal=False)) as silent:
         silent(Progress(1.0, 1, 2.0, 1.5))
     assert quiet.getvalue() == ""
+
+
+def test_plan_only_has_a_flag() -> None:
+    assert hydra_overrides(["--plan-only", "cluster=h100"]) == ["++search.plan_only=true", "cluster=h100"]
