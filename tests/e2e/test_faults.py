@@ -114,6 +114,6 @@ def numbers(folder: Path) -> dict[str, float]:
     """The metrics of iteration 1 that do not depend on the clock."""
     (row,) = [row for row in read_metrics(folder / "metrics.jsonl") if row["iteration"] == 1]
     found = {name: value for name, value in row.items() if isinstance(value, float | int)}
-    timed = {name for name in found if name.endswith(("_s", "per_s")) or "time" in name}
+    timed = {name for name in found if name.endswith(("_s", "per_s")) or name.startswith("seconds/")}
     assert {"reward", "actor_train/loss", "critic_train/loss"} <= found.keys()
     return {name: value for name, value in found.items() if name not in timed}

@@ -189,7 +189,7 @@ def test_ranks_outside_the_mesh_build_nothing() -> None:
         (Layout(tp=3), PlanError, "num_attention_heads=8"),
         (Layout(pp=3), PlanError, "4 layers do not divide"),
         (Layout(pp=2, layers=(1, 2)), PlanError, "sum to 3"),
-        (Layout(dp=2, ep=2), PlanError, "ep=2 for a model without experts"),
+        (Layout(dp=2, ep=2), PlanError, "found ep=2; expected 1: the model has no experts"),
     ],
 )
 def test_layouts_that_cannot_be_built_are_refused(layout: Layout, error: type[Exception], text: str) -> None:
