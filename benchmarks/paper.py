@@ -46,7 +46,7 @@ STRATEGIES = {"heuristic": "heur", "exact": "real", "hybrid": "dschat", "split":
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """The two constants of a software era."""
+    """The two constants of a software era: how many times as long kernels compute, and a decode step takes at least."""
 
     compute: float = 1.0
     decode_floor: float = 1.0
@@ -241,8 +241,8 @@ def fitted_scale() -> Scale:
 
     scales = [
         Scale(compute=compute, decode_floor=floor)
-        for compute in (0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
-        for floor in (0.25, 0.5, 1.0, 1.5, 2.0)
+        for compute in (1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
+        for floor in (0.5, 1.0, 1.5, 2.0, 3.0)
     ]
     return min(scales, key=error)
 
