@@ -12,6 +12,7 @@ Invariants (tests/e2e/test_profile.py):
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import os
 import platform
 import socket
@@ -21,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import megatron.core
 import torch
 import torch.distributed as dist
 
@@ -217,7 +217,8 @@ def _provenance(options: ProfileOptions, args: Namespace) -> Provenance:
         versions={
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "megatron-core": megatron.core.__version__,
+            # Its ``__version__`` ends with the commit of whatever repository the command is run in.
+            "megatron-core": importlib.metadata.version("megatron-core"),
             "megatron-real": megatron_real.__version__,
         },
         implementation="local" if cpu_device.is_active() else str(args.transformer_impl),
