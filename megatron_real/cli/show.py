@@ -14,6 +14,7 @@ from megatron_real.cli.graphs import graph_of_plan
 from megatron_real.dataflow import Graph
 from megatron_real.layout import coordinates_of, format_placement
 from megatron_real.plan import Placement, Plan
+from megatron_real.plan_search.report import notes_of
 from megatron_real.program import Realloc, compile_program
 
 __all__ = ["main", "tables"]
@@ -62,7 +63,7 @@ def _calls(plan: Plan, graph: Graph | None, title: str) -> Table:
         "placement": [format_placement(plan.calls[name].mesh, plan.calls[name].parallel) for name in order],
         "micro-batches": [str(plan.calls[name].num_microbatches) for name in order],
         "weights from": [arrivals.get(name, "") for name in order],
-        "notes": [_notes(plan.calls[name]) for name in order],
+        "notes": [notes_of(plan.calls[name]) for name in order],
         "predicted": [f"{times[name]:.3g} s" if name in times else "" for name in order],
     }
     shown = {name: cells for name, cells in columns.items() if any(cells)}
@@ -99,17 +100,6 @@ def _arrivals(plan: Plan, graph: Graph | None) -> dict[str, str]:
         for instruction in compile_program(graph, plan).instructions
         if isinstance(instruction, Realloc)
     }
-
-
-def _notes(placement: Placement) -> str:
-    notes = []
-    if placement.recompute != "none":
-        notes.append(f"recompute {placement.recompute}")
-    if placement.offload != "none":
-        notes.append(f"offload to {placement.offload}")
-    if placement.drop_trained_weights:
-        notes.append("drop trained weights")
-    return ", ".join(notes)
 
 
 def _devices(plan: Plan) -> Table:

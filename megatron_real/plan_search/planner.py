@@ -310,18 +310,7 @@ class Planner:
 
     def _nothing_fits(self, space: Space, solution: Solution, strategy: str) -> CapacityError:
         """The error of a search that ends without a plan: how much is missing where."""
-        relaxed = SearchProblem(
-            graph=space.problem.graph,
-            cluster=space.problem.cluster,
-            meshes=space.problem.meshes,
-            capacity_bytes=1 << 62,
-            options=space.problem.options,
-            realloc_s=space.problem.realloc_s,
-            staging_bytes=space.problem.staging_bytes,
-            laminar=space.problem.laminar,
-            pinned=space.problem.pinned,
-            order=space.problem.order,
-        )
+        relaxed = replace(space.problem, capacity_bytes=1 << 62)
         if not solution.proven_infeasible and strategy not in presets.PRESETS:
             return CapacityError(
                 f"search: {strategy} found no plan that fits in {solution.seconds:.0f} s and did not prove that there "

@@ -166,8 +166,9 @@ class _Walk:
         self.records: list[_Record] = []
         self._iteration = 0
         self._members = {
-            index: [group for group in self.groups if group.mesh.start in set(instruction.ranks)]
+            index: [group for group in self.groups if group.mesh.start in ranks]
             for index, instruction in enumerate(program.instructions)
+            for ranks in [set(instruction.ranks)]
         }
         self._transfer_indices = [
             index
