@@ -27,6 +27,7 @@ from megatron_real.plan_search.problem import Choice, Evaluation, Option, Search
 from megatron_real.plan_search.simulator import PathStep, simulate
 from megatron_real.plan_search.space import SpaceOptions, candidates
 from megatron_real.program import compile_program
+from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
 
 __all__ = ["SLACK", "Explanation", "Kind", "Neighbour", "explain", "problem_of", "ranks_text"]
 
@@ -98,7 +99,7 @@ def problem_of(planner: Planner) -> SearchProblem:
         capacity_bytes=planner.cluster.capacity_bytes - prices.memory.reserve_bytes,
         options={},
         realloc_s=prices.realloc_s,
-        staging_bytes=prices.memory.staging_bytes,
+        bucket_bytes=DEFAULT_BUCKET_BYTES,
     )
 
 

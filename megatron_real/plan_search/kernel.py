@@ -241,7 +241,7 @@ class Kernel:
                     held[atom] += option.weights_bytes
             during = option.active_bytes if kind == _RUN and has_model else 0
             if kind == _REALLOC:
-                during = staging
+                during = staging(option) + staging(choices[self._home[call]].option)
             for atom in atoms:
                 if held[atom] + during > peak:
                     peak = held[atom] + during

@@ -29,13 +29,11 @@ from megatron_real.plan_search.cluster import Cluster
 from megatron_real.plan_search.models import ModelSpec
 from megatron_real.plan_search.parameters import chunk_elements, expert_data_parallel
 from megatron_real.plan_search.workload import Workload
-from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
 
 __all__ = [
     "CallMemory",
     "CopyMemory",
     "MemoryModel",
-    "STAGING_SLOTS",
     "WorstMemory",
     "copy_memory",
 ]
@@ -46,8 +44,6 @@ _TRAINED_ALIGN = 64
 """Elements, of a parameter in a buffer of DDP (`megatron.core.optimizer.param_layout.pad_param_start`)."""
 _BUCKET_ALIGN = 128
 """Elements, of the end of a bucket (`megatron.core.optimizer.param_layout.bucket_end_divisor`)."""
-STAGING_SLOTS = 2
-"""Buckets of each direction of a reallocation (`realloc_ops.packing.STAGING_SLOTS`)."""
 
 
 class WorstMemory(NamedTuple):
@@ -158,15 +154,6 @@ class MemoryModel:
         is what the runtime's ledger may hold.
         """
         return 0
-
-    @property
-    def staging_bytes(self) -> int:
-        """Of a reallocation, on each of its ranks, at most: two buckets per direction, none larger than a model."""
-        largest = max(
-            (max(copy_memory(spec, Layout(etp=1), False).weights_bytes) for spec in self.models.values()),
-            default=0,
-        )
-        return 2 * STAGING_SLOTS * min(DEFAULT_BUCKET_BYTES, largest)
 
     def call_memory(self, call: Call, placement: Placement) -> CallMemory:
         """What `call` needs in a placement; the window's position does not matter.

@@ -15,9 +15,9 @@ from megatron_real.capabilities import placement_problems
 from megatron_real.errors import PlanError, Problem
 from megatron_real.layout import Mesh
 from megatron_real.plan import CopyKey, Placement
-from megatron_real.plan_search.memory import STAGING_SLOTS, MemoryModel, copy_memory
+from megatron_real.plan_search.memory import MemoryModel, copy_memory
 from megatron_real.program import Offload, Program, Realloc, Reload, Run, compile_program
-from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
+from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES, STAGING_SLOTS
 
 __all__ = ["MemoryReport", "RankMemory", "memory_report"]
 

@@ -312,9 +312,10 @@ class Planner:
         """The error of a search that ends without a plan: how much is missing where."""
         relaxed = replace(space.problem, capacity_bytes=1 << 62)
         if not solution.proven_infeasible and strategy not in presets.PRESETS:
+            other = "" if strategy == "exact" else ", or use strategy=exact"
             return CapacityError(
                 f"search: {strategy} found no plan that fits in {solution.seconds:.0f} s and did not prove that there "
-                "is none. Give it more time (search.time_s), or use strategy=exact."
+                f"is none. Give it more time (search.time_s){other}."
             )
         assignment, missing = presets.least_memory(relaxed, space.problem.capacity_bytes)
         if missing <= 0:

@@ -22,6 +22,7 @@ from megatron_real.dataflow import Call, Graph
 from megatron_real.layout import Layout, Mesh
 from megatron_real.plan import ClusterSpec, LayoutSpec, Placement, Plan
 from megatron_real.plan_search.clocks import atoms_of, period
+from megatron_real.realloc_ops.plan import STAGING_SLOTS
 
 __all__ = [
     "Assignment",
@@ -198,8 +199,8 @@ class SearchProblem:
     options: Mapping[tuple[str, int], tuple[Option, ...]]
     """By call and window size, fastest first; a pair that is missing has none."""
     realloc_s: ReallocPrice
-    staging_bytes: int = 0
-    """Of a reallocation, on each rank of either side."""
+    bucket_bytes: int = 0
+    """The largest message of a reallocation: its ranks stage a few of them (see `staging_bytes`)."""
     laminar: bool = True
     pinned: Mapping[str, Mesh] = field(default_factory=dict)
     """Windows that the user fixed."""
@@ -214,6 +215,10 @@ class SearchProblem:
 
     def options_on(self, call: str, mesh: Mesh) -> tuple[Option, ...]:
         return self.options.get((call, mesh.size), ())
+
+    def staging_bytes(self, option: Option) -> int:
+        """Of a reallocation from or to a copy of this option, at most: no message is larger than what a rank holds."""
+        return STAGING_SLOTS * min(self.bucket_bytes, option.weights_bytes)
 
     def orders(self) -> Iterator[tuple[str, ...]]:
         """Every order of the calls that respects the data, the declared one first; the user's alone, if it is fixed.
@@ -250,7 +255,7 @@ class SearchProblem:
                 assert call.model is not None
                 home = assignment[self.graph.home_call(call.model).name]
                 seconds = self.realloc_s(call.model, home, assignment[step.call])
-                during = self.staging_bytes
+                during = self.staging_bytes(home.option) + self.staging_bytes(option)
             case "reload":
                 seconds, during = option.return_s if step.allocates else 0.0, 0
             case _:

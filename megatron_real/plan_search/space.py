@@ -26,6 +26,7 @@ from megatron_real.plan_search.cluster import Cluster
 from megatron_real.plan_search.models import ModelSpec
 from megatron_real.plan_search.pricing import Prices
 from megatron_real.plan_search.problem import Option, SearchProblem
+from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
 
 __all__ = ["Pin", "SpaceOptions", "Space", "build_space", "candidates"]
 
@@ -136,7 +137,7 @@ def build_space(
         capacity_bytes=cluster.capacity_bytes - prices.memory.reserve_bytes,
         options=table,
         realloc_s=prices.realloc_s,
-        staging_bytes=prices.memory.staging_bytes,
+        bucket_bytes=DEFAULT_BUCKET_BYTES,
         laminar=options.meshes == "aligned" and _laminar(meshes),
         pinned={name: Mesh(*pin.ranks) for name, pin in pins.items() if pin.ranks is not None},
     )

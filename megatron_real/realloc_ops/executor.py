@@ -26,8 +26,8 @@ from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import CapacityError, PlanError, RealError
 from megatron_real.realloc_ops.buckets import Slice
 from megatron_real.realloc_ops.local_shards import LocalShards
-from megatron_real.realloc_ops.packing import STAGING_SLOTS, Direction, Leg, Staging
-from megatron_real.realloc_ops.plan import RankPlan
+from megatron_real.realloc_ops.packing import Direction, Leg, Staging
+from megatron_real.realloc_ops.plan import STAGING_SLOTS, RankPlan
 from megatron_real.realloc_ops.shards import Box, Shard
 from megatron_real.realloc_ops.transports import Pending, Transport
 

@@ -17,12 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron_real.realloc_ops.buckets import Message, Slice
+from megatron_real.realloc_ops.plan import STAGING_SLOTS
 from megatron_real.realloc_ops.transports import Parcel
 
-__all__ = ["STAGING_SLOTS", "Direction", "Leg", "Staging"]
-
-STAGING_SLOTS = 2
-"""Staging buffers per direction; also the number of steps in flight."""
+__all__ = ["Direction", "Leg", "Staging"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

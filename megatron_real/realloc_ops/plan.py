@@ -27,10 +27,13 @@ from megatron_real.errors import PlanError
 from megatron_real.realloc_ops.buckets import Message, Slice, cut_range, fill_messages
 from megatron_real.realloc_ops.shards import Box, ParamTable, require_same_tensors
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "RankPlan", "ReallocPlan", "Step", "build_realloc_plan"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "STAGING_SLOTS", "RankPlan", "ReallocPlan", "Step", "build_realloc_plan"]
 
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 """Large enough to saturate a link, small enough that four staging buckets do not matter."""
+
+STAGING_SLOTS = 2
+"""Staging buffers per direction; also the number of steps in flight."""
 
 _Owners = tuple[int, ...]
 _Exchanges = dict[tuple[_Owners, _Owners], list[Slice]]

@@ -204,7 +204,7 @@ def _random_problem(
         capacity_bytes=rng.choice([60, 100, 150, 250, 10_000]),
         options=options,
         realloc_s=_symmetric_price(price),
-        staging_bytes=rng.choice([0, 3]),
+        bucket_bytes=rng.choice([0, 3]),
         laminar=all(_nested(one, two) for one in meshes for two in meshes),
         pinned=pinned,
         order=next(iter(_shuffled(rng, graph))) if rng.random() < 0.1 else None,
@@ -325,7 +325,7 @@ def realistic_problem(
         capacity_bytes=int(capacity_gib * _GIB),
         options=options,
         realloc_s=_realloc,
-        staging_bytes=_GIB,
+        bucket_bytes=_GIB,
     )
 
 

@@ -57,7 +57,7 @@ def small_problem(
         capacity_bytes=capacity,
         options=options,
         realloc_s=realloc_s,
-        staging_bytes=6,
+        bucket_bytes=2,
         laminar=laminar,
     )
 

@@ -127,7 +127,7 @@ def on_two_ranks(graph: Graph, options: dict[str, Option], capacity: int) -> Sea
     """One option for each call, all of them on the same two ranks."""
     problem = small_problem(0, graph, meshes=(Mesh(0, 2),))
     table = {(call, 2): (option,) for call, option in options.items()}
-    return replace(problem, options=table, capacity_bytes=capacity, staging_bytes=0)
+    return replace(problem, options=table, capacity_bytes=capacity, bucket_bytes=0)
 
 
 @pytest.mark.parametrize(("capacity", "fits"), [(60, True), (59, False)])

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_real.plan_search.problem import Choice
 from megatron_real.plan_search.strategies.cpsat_terms import Literal, Terms
+from megatron_real.realloc_ops.plan import STAGING_SLOTS
 
 __all__ = ["add_memory", "ranks_to_watch"]
 
@@ -48,18 +49,16 @@ class _Memory:
     def __init__(self, terms: Terms) -> None:
         self._terms = terms
         options = [choice.option for found in terms.choices.values() for choice in found]
-        staging = terms.problem.staging_bytes
         self._unit = max(
             1,
             math.gcd(
-                staging,
+                STAGING_SLOTS * terms.problem.bucket_bytes,
                 *(option.weights_bytes for option in options),
                 *(option.state_bytes for option in options),
                 *(option.active_bytes for option in options),
             ),
         )
         self._capacity = terms.problem.capacity_bytes // self._unit
-        self._staging = staging // self._unit
         self._dropped = {
             (model, name): self._dropped_at(model, name) for model in terms.home for name in terms.calls
         }
@@ -123,10 +122,15 @@ class _Memory:
         model, temporary = terms.model_of(name), terms.temporary(name)
         if model is None or temporary is False:
             return
+        sides = (name, terms.home[model])
+        staging = sum(terms.total(side, self._staging) for side in sides)
         given = (temporary, terms.negated(terms.filled(name)))
-        for side in (name, terms.home[model]):
-            inside = terms.total(side, lambda choice: int(rank in choice.mesh))
-            terms.add(held + self._staging * inside <= self._capacity, given)
+        for side in sides:
+            inside = terms.where(side, lambda choice: rank in choice.mesh)
+            terms.add(held + staging <= self._capacity, (*given, inside))
+
+    def _staging(self, choice: Choice) -> int:
+        return self._terms.problem.staging_bytes(choice.option) // self._unit
 
     def _bytes(self, call: str, rank: int, value: Callable[[Choice], int]) -> Any:
         """Of a call's choice on a rank: a linear expression."""

@@ -154,6 +154,8 @@ class Tables:
             for call in range(self.num_calls)
         ]
         self.holds_full = self._full()
+        self._staging_bytes = [self._least_staging(call.name) for call in graph.calls]
+        """Of a reallocation to or from the call's copy, at least."""
         self._layouts: dict[Layout, int] = {}
         self.tree = WindowTree([*problem.meshes, *problem.pinned.values()])
         self.items: list[dict[int, tuple[Item, ...]]] = [self._items(call) for call in range(self.num_calls)]
@@ -168,6 +170,11 @@ class Tables:
                 for parent in above:
                     before[call] |= 1 << parent | before[parent]
         return before
+
+    def _least_staging(self, call: str) -> int:
+        problem = self.problem
+        found = (problem.options.get((call, mesh.size), ()) for mesh in problem.meshes_of(call))
+        return min((problem.staging_bytes(option) for options in found for option in options), default=0)
 
     def is_home(self, call: int) -> bool:
         return self.calls[call].model is not None and self.home[call] == call
@@ -272,7 +279,8 @@ class Tables:
         if not self.is_home(call):
             # Of several such calls, one may find the copy filled.
             fills = sum(1 for other, home in enumerate(self.home) if home == self.home[call] != other) == 1
-            own = weights + (max(active, self.problem.staging_bytes) if fills else active)
+            staging = self.problem.staging_bytes(option) + self._staging_bytes[self.home[call]]
+            own = weights + (max(active, staging) if fills else active)
             return Item(option.seconds, load, 0, 0, own, active, layout, option)
         if option.offload == "host" and not self._trained(call):
             return Item(option.seconds, load, 0, 0, weights + active, weights + active, layout, option)
