@@ -1,51 +1,67 @@
 """The plan of a reallocation: which rank sends which slice of which tensor to whom, in which order.
 
 Source boxes of one tensor are disjoint (equal ones are replicas), so every element of a destination box has exactly
-one source box. A destination that owns this box copies locally. The others form a queue in front of the box's owners:
-for each set of owners, what it has to send is laid end to end, receiver after receiver in ascending rank, and cut
-into equal parts, one per owner. Owners therefore send equally many bytes, whatever the sizes of the tensors, while a
-receiver has few senders, mostly of nearby rank.
+one source box. A destination that owns this box copies locally. The others are served by the owners (`queues`), the
+nearest first, in equal parts.
 
-Invariants (tests/property/test_realloc_plan.py):
+With several nodes a plan has two hops. In hop 0 owners send; every byte enters a node that has no owner of it once, at
+one of the ranks that need it. In hop 1 that rank relays it, from its destination shard, to the others of its node. A
+rank starts hop 1 when its own hop 0 is complete.
+
+Waves say when slices travel: see `exchanges.ReallocOrder`. All steps of all ranks have one total order, by hop, then by
+wave, so ranks can wait for each other without a cycle (argument in `executor`).
+
+Invariants (tests/property/test_realloc_plan.py, tests/property/test_moves.py):
     - every element of every destination box is written exactly once;
-    - every read lies inside a box that the sender owns;
+    - every read lies inside a box that the sender owns, or in hop 1 in a part of its destination box that it has
+      received in hop 0;
     - what a rank already holds costs no message;
     - a rank receives exactly the bytes of its shards that it did not hold;
-    - ranks that hold the same shards send the same bytes, to one element per receiver;
-    - messages number at most bytes / bucket + pairs;
+    - of each destination box, bytes enter a node once if no rank there owns them, and else not at all;
+    - owners of the same shards that stand in nodes alike send the same bytes, to one element per receiver;
+    - messages number at most bytes / bucket + pairs, in each hop; in place two more for each wave that fills a bucket;
+    - steps ascend in hop, then wave;
     - the plan of one rank equals that rank's part of the plan of all ranks.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations
 
 from megatron_real.errors import PlanError
-from megatron_real.realloc_ops.buckets import Message, Slice, cut_range, fill_messages
-from megatron_real.realloc_ops.shards import Box, ParamTable, require_same_tensors
+from megatron_real.realloc_ops.buckets import Message, Slice, fill_messages
+from megatron_real.realloc_ops.exchanges import Exchanges, ReallocOrder
+from megatron_real.realloc_ops.queues import Queues, RelayGroup, Stretch
+from megatron_real.realloc_ops.shards import ParamTable, require_same_tensors
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "STAGING_SLOTS", "RankPlan", "ReallocPlan", "Step", "build_realloc_plan"]
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "STAGING_SLOTS",
+    "RankPlan",
+    "ReallocOrder",
+    "ReallocPlan",
+    "Step",
+    "build_realloc_plan",
+]
 
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 """Large enough to saturate a link, small enough that four staging buckets do not matter."""
 
 STAGING_SLOTS = 2
-"""Staging buffers per direction; also the number of steps in flight."""
+"""Buckets per direction that a rank stages, and has in flight."""
 
-_Owners = tuple[int, ...]
-_Exchanges = dict[tuple[_Owners, _Owners], list[Slice]]
-"""Slices by (owners of the source box, owners of the destination box), in canonical order."""
+_Pair = tuple[int, int, bool]
+"""(source, destination, relayed)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """What one rank sends and receives at the same time; the other ends do so in the step of equal order."""
 
-    order: tuple[int, int]
-    """Position in the total order of all steps of all ranks: (message index of the pair, distance of the pair)."""
+    order: tuple[int, int, int, int]
+    """Position in the total order of all steps of all ranks: (hop, wave, message index of the pair, distance of the
+    pair). Hop 1 has the relayed messages; their distance is that inside the node."""
     send: Message | None
     receive: Message | None
 
@@ -55,14 +71,19 @@ class RankPlan:
     """One rank's part of a reallocation."""
 
     rank: int
+    bucket_bytes: int
+    """The most bytes of a message."""
     steps: tuple[Step, ...]
     """In ascending order; each exchanges at most one message in each direction."""
     copies: tuple[Slice, ...]
-    """What the rank already holds and only moves inside its own memory."""
+    """What the rank already holds and only moves inside its own memory; ascending in wave, then order."""
     bytes_bound: int
-    """Bytes of this rank's destination shards that it does not hold: no plan can receive fewer."""
+    """Bytes of this rank's destination shards that it does not hold: no plan can receive fewer. Each element counts in
+    the dtype in which it comes."""
     wire_dtypes: Mapping[str, str]
     """Dtype on the wire by key: that of the source."""
+    relay_dtypes: Mapping[str, str]
+    """The same of relayed messages: that of the destination."""
 
     @property
     def sends(self) -> Iterator[Message]:
@@ -109,24 +130,33 @@ class ReallocPlan:
         """A table: bytes and messages of each pair that this plan knows, and totals."""
         pairs: dict[tuple[int, int], list[int]] = {}
         seen = {
-            (m.src, m.dst, m.index): m for part in self.ranks.values() for m in (*part.sends, *part.receives)
+            (m.src, m.dst, m.relayed, m.index): m
+            for part in self.ranks.values()
+            for m in (*part.sends, *part.receives)
         }
-        for (src, dst, _), message in sorted(seen.items()):
+        for (src, dst, _, _), message in sorted(seen.items()):
             pairs.setdefault((src, dst), []).append(message.num_bytes)
         lines = ["   from     to            bytes   messages"]
         lines += [
             f"{src:7d}{dst:7d}{sum(sizes):17,d}{len(sizes):11,d}" for (src, dst), sizes in pairs.items()
         ]
+        relayed = sum(message.num_bytes for message in seen.values() if message.relayed)
         lines.append(
             f"moved {sum(map(sum, pairs.values())):,} bytes in {len(seen):,} messages of at most "
             f"{self.bucket_bytes:,} bytes; {sum(part.bytes_local for part in self.ranks.values()):,} bytes stay on "
-            "their rank"
+            "their rank" + (f"; {relayed:,} bytes are relayed inside nodes" if relayed else "")
         )
         return "\n".join(lines)
 
 
 def build_realloc_plan(
-    src: ParamTable, dst: ParamTable, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, rank: int | None = None
+    src: ParamTable,
+    dst: ParamTable,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    rank: int | None = None,
+    devices_per_node: int | None = None,
+    order: ReallocOrder = "fused",
 ) -> ReallocPlan:
     """Plan the messages and local copies that turn `src` shards into `dst` shards.
 
@@ -137,20 +167,18 @@ def build_realloc_plan(
         dst: what the ranks shall hold; may be of another dtype, which is converted on arrival.
         bucket_bytes: the most bytes in one message (rounded down to a multiple of 16).
         rank: plan only this rank's part; None plans for all ranks of either table.
+        devices_per_node: consecutive ranks of one node, from multiples of it; None is one node.
+        order: what travels first.
 
     Raises:
         PlanError: a tensor exists on one side only or has another global shape; an element of the destination has
             no source; or source boxes overlap without being equal.
     """
+    if devices_per_node is not None and devices_per_node < 1:
+        raise PlanError(f"reallocation: found {devices_per_node} devices per node; expected at least 1.")
     require_same_tensors(src, dst)
-    everyone = sorted({*src.ranks, *dst.ranks})
-    planner = _Planner(
-        exchanges=_exchanges(src, dst),
-        position={member: index for index, member in enumerate(everyone)},
-        bucket_bytes=bucket_bytes,
-        wire_dtypes={key: spec.dtype for key, spec in src.specs.items()},
-    )
-    wanted = everyone if rank is None else [rank]
+    planner = _Planner(src, dst, order, bucket_bytes, devices_per_node)
+    wanted = sorted({*src.ranks, *dst.ranks}) if rank is None else [rank]
     return ReallocPlan(
         bucket_bytes=bucket_bytes, ranks={member: planner.part_of(member) for member in wanted}
     )
@@ -161,198 +189,78 @@ class _Planner:
 
     def __init__(
         self,
-        *,
-        exchanges: _Exchanges,
-        position: Mapping[int, int],
+        src: ParamTable,
+        dst: ParamTable,
+        order: ReallocOrder,
         bucket_bytes: int,
-        wire_dtypes: Mapping[str, str],
+        devices_per_node: int | None,
     ) -> None:
-        self._exchanges = exchanges
-        self._position = position
+        self._exchanges = Exchanges(src, dst, order)
+        self._queues = Queues(self._exchanges, devices_per_node)
+        self._large_apart = order == "in_place"
         self._bucket_bytes = bucket_bytes
-        self._wire_dtypes = wire_dtypes
-        self._messages: dict[tuple[int, int], tuple[Message, ...]] = {}
-        self._queues: dict[_Owners, dict[int, int]] = {}
-        """Bytes by receiver, ascending in rank, for each set of source owners."""
-        queues: dict[_Owners, dict[int, int]] = {}
-        for (senders, receivers), slices in exchanges.items():
-            num_bytes = sum(piece.num_bytes for piece in slices)
-            queue = queues.setdefault(senders, {})
-            for receiver in set(receivers).difference(senders):
-                queue[receiver] = queue.get(receiver, 0) + num_bytes
-        self._queues = {senders: dict(sorted(queue.items())) for senders, queue in queues.items()}
+        self._per_node = devices_per_node
+        self._position = {member: at for at, member in enumerate(sorted({*src.ranks, *dst.ranks}))}
+        self._wire_dtypes = {key: spec.dtype for key, spec in src.specs.items()}
+        self._relay_dtypes = {key: spec.dtype for key, spec in dst.specs.items()}
+        self._messages: dict[_Pair, tuple[Message, ...]] = {}
 
     def part_of(self, rank: int) -> RankPlan:
-        by_order: dict[tuple[int, int], list[Message | None]] = {}
-        for src, dst in self._pairs_of(rank):
-            distance = (self._position[dst] - self._position[src]) % len(self._position)
-            for message in self._messages_of(src, dst):
-                ends = by_order.setdefault((message.index, distance), [None, None])
-                ends[0 if src == rank else 1] = message
-        copies: list[Slice] = []
-        bytes_needed = 0
-        for (senders, receivers), slices in self._exchanges.items():
-            if rank in receivers:
-                bytes_needed += sum(piece.num_bytes for piece in slices)
-                if rank in senders:
-                    copies.extend(slices)
+        queues, exchanges = self._queues, self._exchanges
+        by_pair: dict[_Pair, list[Slice]] = {}
+        for stretch in queues.sent_by(rank):
+            by_pair.setdefault((rank, stretch.peer, False), []).extend(self._slices(stretch))
+        for stretch in queues.received_by(rank):
+            by_pair.setdefault((stretch.peer, rank, False), []).extend(self._slices(stretch))
+        bytes_bound = sum(line.num_bytes for line in queues.near(rank))
+        for group in queues.far(rank):
+            bytes_bound += self._relay(rank, group, by_pair)
+        copies = [
+            piece
+            for line in queues.local(rank)
+            for piece in exchanges.slices(line.source, line.target, 0, line.num_bytes)
+        ]
         return RankPlan(
             rank=rank,
-            steps=tuple(
-                Step(order=order, send=ends[0], receive=ends[1]) for order, ends in sorted(by_order.items())
-            ),
-            copies=tuple(sorted(copies)),
-            bytes_bound=bytes_needed - sum(piece.num_bytes for piece in copies),
+            bucket_bytes=self._bucket_bytes,
+            steps=self._steps(rank, by_pair),
+            copies=tuple(sorted(copies, key=lambda piece: (piece.wave, piece.order))),
+            bytes_bound=bytes_bound,
             wire_dtypes=self._wire_dtypes,
+            relay_dtypes=self._relay_dtypes,
         )
 
-    def _pairs_of(self, rank: int) -> set[tuple[int, int]]:
-        pairs: set[tuple[int, int]] = set()
-        for senders, queue in self._queues.items():
-            if rank in queue:
-                pairs.update((sender, rank) for sender, _, _ in self._serving(senders, rank))
-            if rank in senders:
-                share = self._share(senders, rank)
-                start = 0
-                for receiver, num_bytes in queue.items():
-                    if start < share.stop and share.start < start + num_bytes:
-                        pairs.add((rank, receiver))
-                    start += num_bytes
-        return pairs
+    def _relay(self, rank: int, group: RelayGroup, by_pair: dict[_Pair, list[Slice]]) -> int:
+        """Add what a rank relays of its part of a line, and what it gets of the others'; returns bytes of the line."""
+        if len(group.members) == 1:
+            return group.line.num_bytes
+        mine = self._slices(group.part_of(group.slot))
+        relayed = [self._exchanges.relayed(piece) for piece in mine]
+        for slot, peer in enumerate(group.members):
+            if slot != group.slot:
+                by_pair.setdefault((rank, peer, True), []).extend(relayed)
+                theirs = map(self._exchanges.relayed, self._slices(group.part_of(slot)))
+                by_pair.setdefault((peer, rank, True), []).extend(theirs)
+        others = group.line.target_bytes - sum(piece.num_bytes for piece in relayed)
+        return others + sum(piece.num_bytes for piece in mine)
 
-    def _messages_of(self, src: int, dst: int) -> tuple[Message, ...]:
-        if (src, dst) not in self._messages:
-            slices = [
-                piece
-                for senders, queue in self._queues.items()
-                if src in senders and dst in queue
-                for sender, start, stop in self._serving(senders, dst)
-                if sender == src
-                for piece in cut_range(self._queued(senders, dst), start, stop)
-            ]
-            self._messages[src, dst] = fill_messages(src, dst, slices, self._bucket_bytes)
-        return self._messages[src, dst]
+    def _slices(self, stretch: Stretch) -> list[Slice]:
+        return self._exchanges.slices(stretch.source, stretch.target, stretch.start_bytes, stretch.stop_bytes)
 
-    def _share(self, senders: _Owners, sender: int) -> range:
-        """The bytes of the queue, laid end to end, that `sender` serves."""
-        total_bytes = sum(self._queues[senders].values())
-        index = senders.index(sender)
-        return range(total_bytes * index // len(senders), total_bytes * (index + 1) // len(senders))
-
-    def _serving(self, senders: _Owners, receiver: int) -> Iterator[tuple[int, int, int]]:
-        """The senders of `receiver`, each with the bytes [start, stop) of the receiver's slices that it sends."""
-        queue = self._queues[senders]
-        begin = 0
-        for member, num_bytes in queue.items():
-            if member == receiver:
-                break
-            begin += num_bytes
-        for sender in senders:
-            share = self._share(senders, sender)
-            start, stop = max(share.start - begin, 0), min(share.stop - begin, queue[receiver])
-            if start < stop:
-                yield sender, start, stop
-
-    def _queued(self, senders: _Owners, receiver: int) -> list[Slice]:
-        """What `receiver` needs from `senders`, in canonical order."""
-        return sorted(
-            piece
-            for (owners, receivers), slices in self._exchanges.items()
-            if owners == senders and receiver in receivers
-            for piece in slices
-        )
-
-
-def _exchanges(src: ParamTable, dst: ParamTable) -> _Exchanges:
-    """Intersect all source boxes with all destination boxes, tensor by tensor.
-
-    Leading axes along which every box of a tensor has extent 1 (layers, experts) are looked up, not searched, so
-    the work grows with the boxes and their intersections and not with their product.
-    """
-    depths = _lookup_depths(src, dst)
-    sources = _by_place(src, depths)
-    exchanges: _Exchanges = {}
-    order = 0
-    targets = _by_place(dst, depths)
-    for place in sorted(targets):
-        prefix, key = place
-        itemsize_bytes = src.specs[key].itemsize_bytes
-        candidates = _Candidates(key, sources.get(place, []), axis=len(prefix))
-        for dst_box, receivers in targets[place]:
-            missing = dst_box.num_elements
-            for src_box, senders in candidates.near(dst_box):
-                common = src_box.intersect(dst_box)
-                if common is None:
-                    continue
-                num_elements = common.num_elements
-                missing -= num_elements
-                piece = Slice(order, key, src_box, dst_box, common, num_elements * itemsize_bytes)
-                exchanges.setdefault((senders, receivers), []).append(piece)
-                order += 1
-            if missing:
-                raise PlanError(
-                    f"reallocation: {key}: {missing} of {dst_box.num_elements} elements of the destination box "
-                    f"{dst_box} have no source; ranks {list(src.ranks)} together must hold all of it. Gather the "
-                    "source table over all ranks of its layout."
+    def _steps(self, rank: int, by_pair: Mapping[_Pair, Iterable[Slice]]) -> tuple[Step, ...]:
+        ends: dict[tuple[int, int, int, int], list[Message | None]] = {}
+        for pair, slices in by_pair.items():
+            src, dst, relayed = pair
+            if pair not in self._messages:
+                self._messages[pair] = fill_messages(
+                    src, dst, slices, self._bucket_bytes, relayed=relayed, large_apart=self._large_apart
                 )
-    return exchanges
-
-
-class _Candidates:
-    """The source boxes of one tensor, sorted for lookup along one axis."""
-
-    def __init__(self, key: str, boxes: list[tuple[Box, _Owners]], *, axis: int) -> None:
-        self._axis = axis
-        self._boxes = sorted(boxes)
-        _check_disjoint(key, [box for box, _ in self._boxes])
-        self._searchable = len(boxes) > 8 and axis < len(self._boxes[0][0].shape)
-        if self._searchable:
-            self._starts = [box.offset[axis] for box, _ in self._boxes]
-            self._longest = max(box.shape[axis] for box, _ in self._boxes)
-
-    def near(self, box: Box) -> list[tuple[Box, _Owners]]:
-        """A superset of the boxes that meet `box`, ascending."""
-        if not self._searchable:
-            return self._boxes
-        start = box.offset[self._axis]
-        first = bisect_right(self._starts, start - self._longest)
-        return self._boxes[first : bisect_left(self._starts, start + box.shape[self._axis])]
-
-
-def _check_disjoint(key: str, boxes: list[Box]) -> None:
-    if len(boxes) < 2:
-        return
-    shape = boxes[0].shape
-    if all(box.shape == shape and not any(map(int.__mod__, box.offset, shape)) for box in boxes):
-        return  # different cells of one regular grid
-    for one, other in combinations(boxes, 2):
-        if one.intersect(other) is not None:
-            raise PlanError(
-                f"reallocation: {key}: source boxes {one} and {other} overlap; expected boxes that are equal "
-                "(replicas) or disjoint. The model's sharding metadata is inconsistent."
-            )
-
-
-def _lookup_depths(*tables: ParamTable) -> dict[str, int]:
-    """By key, the number of leading axes along which every box of every table has extent 1."""
-    depths: dict[str, int] = {}
-    for table in tables:
-        for key, box in table.owners:
-            limit = depths.get(key, len(box.shape))
-            depth = 0
-            while depth < limit and box.shape[depth] == 1:
-                depth += 1
-            depths[key] = depth
-    return depths
-
-
-def _by_place(
-    table: ParamTable, depths: Mapping[str, int]
-) -> dict[tuple[tuple[int, ...], str], list[tuple[Box, _Owners]]]:
-    """Boxes and owners by (leading offsets, key): layer by layer, then tensor by tensor."""
-    places: dict[tuple[tuple[int, ...], str], list[tuple[Box, _Owners]]] = {}
-    for (key, box), owners in table.owners.items():
-        places.setdefault((box.offset[: depths[key]], key), []).append((box, owners))
-    for boxes in places.values():
-        boxes.sort()
-    return places
+            if relayed:
+                assert self._per_node is not None, "only nodes relay"
+                distance = (dst - src) % self._per_node
+            else:
+                distance = (self._position[dst] - self._position[src]) % len(self._position)
+            for message in self._messages[pair]:
+                order = int(relayed), message.wave, message.index, distance
+                ends.setdefault(order, [None, None])[0 if src == rank else 1] = message
+        return tuple(Step(order=order, send=ends[order][0], receive=ends[order][1]) for order in sorted(ends))

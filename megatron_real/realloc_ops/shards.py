@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -56,6 +57,11 @@ class Box(NamedTuple):
             start <= other_start and other_start + other_extent <= start + extent
             for start, extent, other_start, other_extent in zip(self.offset, self.shape, *other, strict=True)
         )
+
+    def is_dense_in(self, outer: Box) -> bool:
+        """Whether this box, which `outer` must contain, lies without gaps in a tensor in row-major order of `outer`."""
+        axis = next((index for index, extent in enumerate(self.shape) if extent > 1), len(self.shape))
+        return self.shape[axis + 1 :] == outer.shape[axis + 1 :]
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """Where this box lies in a tensor that holds `outer`, which must contain it."""
@@ -135,7 +141,7 @@ class ParamTable:
     specs: Mapping[str, TensorSpec]
     """Global shape and dtype by key."""
     owners: Mapping[Shard, tuple[int, ...]]
-    """Ranks that hold each shard, ascending: more than one are replicas."""
+    """Ranks that hold each shard, ascending: more than one are replicas. Shards of equal owners share one tuple."""
 
     @classmethod
     def of(cls, entries_by_rank: Mapping[int, Iterable[ShardEntry]]) -> ParamTable:
@@ -148,34 +154,61 @@ class ParamTable:
         specs: dict[str, TensorSpec] = {}
         owners: dict[Shard, list[int]] = {}
         problems: dict[str, Problem] = {}
-        ranks = tuple(sorted(entries_by_rank))
-        for rank in ranks:
-            for entry in entries_by_rank[rank]:
+        groups = _equal_ranks(entries_by_rank)
+        for number, (entries, ranks) in enumerate(groups):
+            for entry in entries:
                 spec = TensorSpec(entry.global_shape, entry.dtype)
                 known = specs.setdefault(entry.key, spec)
                 if known != spec:
-                    problems.setdefault(entry.key, _disagreement(entry, known, rank))
+                    problems.setdefault(entry.key, _disagreement(entry, known, ranks[0]))
                 holders = owners.setdefault(Shard(entry.key, entry.box), [])
-                if not holders or holders[-1] != rank:
-                    holders.append(rank)
+                if not holders or holders[-1] != number:
+                    holders.append(number)
         for shard in owners:
             _check_inside(shard, specs[shard.key], problems)
         raise_problems(problems.values(), subject="parameter table")
+        unions: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for holders in owners.values():
+            numbers = tuple(holders)
+            if numbers not in unions:
+                unions[numbers] = tuple(sorted(chain.from_iterable(groups[number][1] for number in numbers)))
         return cls(
-            ranks=ranks,
+            ranks=tuple(sorted(entries_by_rank)),
             specs=specs,
-            owners={shard: tuple(holders) for shard, holders in owners.items() if shard.box.num_elements > 0},
+            owners={
+                shard: unions[tuple(holders)]
+                for shard, holders in owners.items()
+                if shard.box.num_elements > 0
+            },
         )
 
     def shards_of(self, rank: int) -> tuple[Shard, ...]:
         """The shards that `rank` holds, in table order."""
-        return tuple(shard for shard, holders in self.owners.items() if rank in holders)
+        holds = {id(holders): rank in holders for holders in self._owner_sets()}
+        return tuple(shard for shard, holders in self.owners.items() if holds[id(holders)])
+
+    def _owner_sets(self) -> Iterable[tuple[int, ...]]:
+        return {id(holders): holders for holders in self.owners.values()}.values()
 
     def bytes_of(self, rank: int) -> int:
         """Bytes that `rank` holds, in the table's dtypes."""
         return sum(
             shard.box.num_elements * self.specs[shard.key].itemsize_bytes for shard in self.shards_of(rank)
         )
+
+
+def _equal_ranks(
+    entries_by_rank: Mapping[int, Iterable[ShardEntry]],
+) -> list[tuple[tuple[ShardEntry, ...], list[int]]]:
+    """Ranks that have the same entries, each with these; ascending in their first ranks."""
+    groups: dict[tuple[ShardEntry, ...], list[int]] = {}
+    seen: dict[int, tuple[Iterable[ShardEntry], list[int]]] = {}
+    for rank in sorted(entries_by_rank):
+        entries = entries_by_rank[rank]
+        if id(entries) not in seen:  # comparing thousands of entries takes a while
+            seen[id(entries)] = entries, groups.setdefault(tuple(entries), [])
+        seen[id(entries)][1].append(rank)
+    return list(groups.items())
 
 
 def _disagreement(entry: ShardEntry, known: TensorSpec, rank: int) -> Problem:

@@ -83,7 +83,8 @@ def plans(draw: st.DrawFn, graph: Graph, world: int) -> Plan:
     for call in graph.calls:
         others = [calls[other.name] for other in graph.calls_of(call.model or "") if other.name in calls]
         if call.model is not None and others and draw(st.booleans()):
-            placement = draw(st.sampled_from(others)).model_copy(update={"drop_trained_weights": False})
+            plain = {"drop_trained_weights": False, "stream": False, "offload": "none"}
+            placement = draw(st.sampled_from(others)).model_copy(update=plain)
         else:
             mesh = draw(meshes(world))
             layout = draw(layouts(mesh.size)) if call.model is not None else Layout(dp=mesh.size)
@@ -91,8 +92,11 @@ def plans(draw: st.DrawFn, graph: Graph, world: int) -> Plan:
         changes: dict[str, Any] = {"num_microbatches": draw(st.integers(1, 2))}
         if call.trains:
             changes["drop_trained_weights"] = draw(st.booleans())
-        elif call.model is not None and not graph.trained(call.model):
             changes["offload"] = draw(st.sampled_from(["none", "host"]))
+        elif call.model is not None and not graph.trained(call.model):
+            changes["offload"] = draw(st.sampled_from(["none", "host", "node"]))
+        if call.model is not None and graph.home_call(call.model) != call:
+            changes["stream"] = draw(st.booleans())
         calls[call.name] = placement.model_copy(update=changes)
     nodes = draw(st.sampled_from([n for n in (1, 2, 4) if world % n == 0]))
     return Plan(

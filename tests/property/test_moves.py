@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +14,9 @@ from megatron_real.layout import Layout, Mesh
 from megatron_real.model_shape import ModelShape
 from megatron_real.plan_search.costs.traffic import Window, realloc_traffic
 from megatron_real.plan_search.parameters import param_table
+from megatron_real.realloc_ops.buckets import Message
 from megatron_real.realloc_ops.plan import build_realloc_plan
+from megatron_real.realloc_ops.shards import Shard
 
 WORLD = 16
 DENSE = ModelShape(
@@ -73,7 +77,7 @@ def test_traffic_is_that_of_the_plan(data: st.DataObject) -> None:
         param_table(shape, layout, Mesh(start, start + layout.size), dtype)
         for start, layout in (source, target)
     ]
-    plan = build_realloc_plan(*tables, bucket_bytes=bucket_bytes)
+    plan = build_realloc_plan(*tables, bucket_bytes=bucket_bytes, devices_per_node=per_node)
     found = realloc_traffic(shape, itemsize, source, target, per_node=per_node, bucket_bytes=bucket_bytes)
     origin = min(source.start, target.start)
     for rank, part in plan.ranks.items():
@@ -81,14 +85,55 @@ def test_traffic_is_that_of_the_plan(data: st.DataObject) -> None:
         assert found.received[at] == part.bytes_received
         assert found.sent[at] == part.bytes_sent
         assert found.local[at] == part.bytes_local
-        sends, receives = list(part.sends), list(part.receives)
-        near = [m.num_bytes for m in sends if m.dst // per_node == rank // per_node]
-        assert found.sent_within[at] == sum(near)
-        near = [m.num_bytes for m in receives if m.src // per_node == rank // per_node]
-        assert found.received_within[at] == sum(near)
-        assert found.messages_sent[at] == len(sends)
-        assert found.messages_received[at] == len(receives)
+        sent, received = _sums(part.sends, rank, per_node), _sums(part.receives, rank, per_node)
+        assert (found.sent_within[at], found.sent_across[at], found.sent_relayed[at]) == sent[:3]
+        assert (found.received_within[at], found.received_across[at], found.received_relayed[at]) == received[
+            :3
+        ]
+        assert (found.messages_sent[at], found.relays_sent[at]) == sent[3:]
+        assert (found.messages_received[at], found.relays_received[at]) == received[3:]
     inside = set(plan.ranks)
     for at in range(len(found.local)):
         if at + origin not in inside:
             assert not found.received[at] + found.sent[at] + found.local[at]
+
+
+def _sums(messages: Iterable[Message], rank: int, per_node: int) -> tuple[int, ...]:
+    """Bytes inside the node, between nodes and relayed; messages of both hops."""
+    sums = [0] * 5
+    for message in messages:
+        peer = message.dst if message.src == rank else message.src
+        near = peer // per_node == rank // per_node
+        assert near or not message.relayed
+        sums[2 if message.relayed else 0 if near else 1] += message.num_bytes
+        sums[4 if message.relayed else 3] += 1
+    return tuple(sums)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "start"),
+    [
+        ("d2t8p1", "d16t1p1", 0),
+        ("d2t4p2", "d4t4p1", 0),
+        ("d4t2p2", "d16t1p1", 0),
+        ("d4t2p1", "d2t4p1", 8),
+        ("d8t1p1", "d8t1p1", 8),
+        ("d4t2p2e4x1", "d8t2p1e2x1", 0),
+    ],
+)
+def test_replicas_share_the_sending_in_both_hops(source: str, target: str, start: int) -> None:
+    layouts = Layout.parse(source), Layout.parse(target)
+    shape = replace(DENSE, **EXPERTS) if layouts[0].ep > 1 else DENSE
+    src, dst = (
+        param_table(shape, layout, Mesh(first, first + layout.size))
+        for layout, first in zip(layouts, (0, start), strict=True)
+    )
+    plan = build_realloc_plan(src, dst, devices_per_node=4)
+    assert any(message.src // 4 != rank // 4 for rank in plan.ranks for message in plan.of(rank).receives)
+    for table, relayed in ((src, False), (dst, True)):
+        egress: dict[tuple[Shard, ...], list[int]] = {}
+        for rank in table.ranks:
+            sent = sum(message.num_bytes for message in plan.of(rank).sends if message.relayed == relayed)
+            egress.setdefault(table.shards_of(rank), []).append(sent)
+        for sent_bytes in egress.values():
+            assert max(sent_bytes) <= 1.2 * sum(sent_bytes) / len(sent_bytes)

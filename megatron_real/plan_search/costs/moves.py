@@ -1,9 +1,9 @@
 """Prices of what happens between calls: reallocations, transfers of data, offload and reload of weights.
 
 A reallocation is priced from the bytes that its plan really moves between each pair of ranks (`costs.traffic`): a
-rank's links inside and between nodes are used one message after the other, both directions at once, and the slowest
-rank counts. Today's plan does not look at nodes when it chooses who sends, and neither does the price. A transfer is
-priced in the mean: sequences are spread evenly, and what a rank received for an earlier consumer is counted again.
+rank's links inside and between nodes are used one message after the other, both directions at once, then it relays what
+its node still needs, and the slowest rank counts. A transfer is priced in the mean: sequences are spread evenly, and
+what a rank received for an earlier consumer is counted again.
 
 Prices are of the steady state. They depend on where windows lie in their nodes and to each other, not on the windows
 themselves, and are cached so.
@@ -31,6 +31,7 @@ from megatron_real.plan_search.cluster import Cluster
 from megatron_real.plan_search.costs.operations import Collective, OperationCosts
 from megatron_real.plan_search.costs.stages import geometry
 from megatron_real.plan_search.costs.traffic import Traffic, Window, realloc_traffic
+from megatron_real.plan_search.costs.training_moves import TrainingMoveCost, training_move
 from megatron_real.plan_search.memory import copy_memory
 from megatron_real.plan_search.models import ModelSpec
 from megatron_real.plan_search.parameters import stage_parameters
@@ -49,6 +50,7 @@ class ReallocCost(NamedTuple):
     """Of one reallocation."""
 
     seconds: float
+    """By itself."""
     bytes_moved: int
     """Between ranks, all together."""
     max_received_bytes: int
@@ -56,6 +58,8 @@ class ReallocCost(NamedTuple):
     """By one rank."""
     messages: int
     """All together."""
+    exposed_s: float = 0.0
+    """What it adds to an iteration: less than `seconds` where it is streamed."""
 
 
 class TransferCost(NamedTuple):
@@ -148,8 +152,12 @@ class MovePricer:
         received = traffic.received_within * within + traffic.received_across * across
         sent = traffic.sent_within * within + traffic.sent_across * across
         seconds = np.maximum(received, sent)
+        seconds += np.maximum(traffic.received_relayed, traffic.sent_relayed) * within
         messages = np.maximum(traffic.messages_received, traffic.messages_sent)
         seconds += messages * operations.point_to_point(1.0, within_node=not crosses)
+        relays = np.maximum(traffic.relays_received, traffic.relays_sent)
+        if relays.any():
+            seconds += relays * operations.point_to_point(1.0, within_node=True)
         # What stays on the rank is copied, what leaves and comes is packed and unpacked.
         copied = traffic.local + traffic.received + traffic.sent
         most = float(copied.max(initial=0.0))
@@ -160,8 +168,20 @@ class MovePricer:
             bytes_moved=int(traffic.received.sum()),
             max_received_bytes=int(traffic.received.max(initial=0.0)),
             max_sent_bytes=int(traffic.sent.max(initial=0.0)),
-            messages=int(traffic.messages_received.sum()),
+            messages=int((traffic.messages_received + traffic.relays_received).sum()),
+            exposed_s=float(seconds.max(initial=0.0)),
         )
+
+    def move_training(
+        self, model: str, source: tuple[Mesh, Layout], target: tuple[Mesh, Layout]
+    ) -> TrainingMoveCost:
+        """Bring a trained model with its optimizer's state from one home to another, weights made anew; not cached.
+
+        Raises:
+            PlanError: the model cannot be cut into one of the layouts.
+        """
+        price = training_move(self.models[model], source, target, self.operations, self._per_node)
+        return price._replace(seconds=price.seconds + self._rebuild_s(model, *target))
 
     def offload(self, model: str, mesh: Mesh, layout: Layout, to: str) -> float:
         """Seconds until a copy's device memory is free.
@@ -175,22 +195,40 @@ class MovePricer:
         _check_place(to)
         if to == "main_params" or not self.graph.trained(model):
             return 0.0
-        return self.operations.host_copy(self._shard_bytes(model, layout))
+        return self._host_copy(mesh, self._shard_bytes(model, layout))
 
     def reload(self, model: str, mesh: Mesh, layout: Layout, from_: str) -> float:
-        """Seconds to bring a copy's weights back from the ``host``, or from the optimizer's ``main_params``.
+        """Seconds to bring weights into a copy: from the ``host``, the store of each ``node``, or ``main_params``.
 
         Raises:
-            PlanError: `from_` is neither.
+            PlanError: `from_` is none of these.
         """
-        _check_place(from_)
+        _check_place(from_, "node")
         key = (model, mesh.start % self._per_node, layout, from_)
         if key not in self._residence:
-            if from_ == "host":
-                self._residence[key] = self.operations.host_copy(self._shard_bytes(model, layout))
-            else:
+            if from_ == "main_params":
                 self._residence[key] = self._rebuild_s(model, mesh, layout)
+            else:
+                self._residence[key] = self._host_copy(mesh, self._shard_bytes(model, layout))
         return self._residence[key]
+
+    def move_state(self, model: str, mesh: Mesh, layout: Layout) -> float:
+        """Seconds to bring the optimizer state of a trained copy to the host, or back. Gradients are not copied."""
+        key = (model, mesh.start % self._per_node, layout, "state")
+        if key not in self._residence:
+            most = max(copy_memory(self.models[model], layout, True).optimizer_bytes)
+            self._residence[key] = self._host_copy(mesh, most)
+        return self._residence[key]
+
+    def _host_copy(self, mesh: Mesh, num_bytes: int) -> float:
+        """Each rank of the window over its own link, all at once; where ranks have no cores of their own, they share.
+
+        The memory of a node of GPUs feeds the links of all of them, which the devices' constants leave room for.
+        """
+        seconds = self.operations.host_copy(num_bytes)
+        cores = self.cluster.device.constants.get("cores_per_node")
+        together = min(mesh.size, self._per_node)
+        return seconds * max(1.0, together / cores) if isinstance(cores, int | float) else seconds
 
     def _shard_bytes(self, model: str, layout: Layout) -> int:
         """Of the rank that has most."""
@@ -320,9 +358,10 @@ def _of_weights(layout: Layout) -> Layout:
     return replace(layout, sp=False) if layout.sp else layout
 
 
-def _check_place(place: str) -> None:
-    if place not in ("host", "main_params"):
-        raise PlanError(f"offload: found {place!r}; expected 'host' or 'main_params'.")
+def _check_place(place: str, *more: str) -> None:
+    known = ("host", "main_params", *more)
+    if place not in known:
+        raise PlanError(f"offload: found {place!r}; expected one of {', '.join(known)}.")
 
 
 def _stage_window(window: Window, stage: int) -> tuple[int, int]:

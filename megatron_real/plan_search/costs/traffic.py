@@ -1,39 +1,29 @@
 """How many bytes every rank sends, receives and copies in a reallocation, without building its plan.
 
-`realloc_ops.plan` meets boxes with boxes. Here the boxes are known beforehand: every tensor is whole on the ranks of a
-stage, or cut in equal parts over tensor-parallel or expert ranks. So what a rank needs of a set of owners is a product
-of (layers in common) and (overlap of two equal divisions), summed over four kinds of tensors. Owners serve a queue of
-receivers in equal parts, as the plan does; the parts are laid over the receivers once for all queues. Numbers of bytes
-are exact.
+What two sets of owners have in common is known in closed form (`divisions`). Owners serve queues of receivers in equal
+parts, and ranks of a node relay to each other, as `realloc_ops.queues` says; the parts are laid over the receivers once
+for all queues. Numbers of bytes are exact.
 
 Invariants (tests/property/test_moves.py):
-    - bytes received, sent and copied by each rank, and its messages, are those of `build_realloc_plan` over the tables
-      of `plan_search.parameters`.
-
-Shape legend: Q sets of owners, P places (sets of stages that hold the same), W ranks of the target window.
+    - bytes received, sent, relayed and copied by each rank, inside and between nodes, and its messages in each hop, are
+      those of `build_realloc_plan` over the tables of `plan_search.parameters`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from math import lcm
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_real.layout import Layout, stage_layers
+from megatron_real.layout import Layout
 from megatron_real.model_shape import ModelShape
-from megatron_real.plan_search.parameters import Tensor, end_tensors, expert_tensor_parallel, layer_tensors
+from megatron_real.plan_search.costs.divisions import Floats, Ints, common_elements, owner_list, set_classes
 
 __all__ = ["Traffic", "Window", "realloc_traffic"]
 
 _MESSAGE_STEP_BYTES = 16
 """Buckets are a multiple of this (`realloc_ops.buckets`)."""
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Window(NamedTuple):
@@ -48,52 +38,40 @@ class Traffic:
     """Bytes and messages by rank, from the first rank of either window to the last."""
 
     received_within: Floats
-    """From ranks of the same node."""
+    """From owners in the same node."""
     received_across: Floats
+    """From owners in other nodes."""
+    received_relayed: Floats
+    """In the second hop, inside nodes."""
     sent_within: Floats
     sent_across: Floats
+    sent_relayed: Floats
     local: Floats
     """Moved inside the rank."""
     messages_received: Floats
+    """Of the first hop."""
     messages_sent: Floats
+    relays_received: Floats
+    """Messages of the second hop."""
+    relays_sent: Floats
 
     @property
     def received(self) -> Floats:
-        return self.received_within + self.received_across
+        return self.received_within + self.received_across + self.received_relayed
 
     @property
     def sent(self) -> Floats:
-        return self.sent_within + self.sent_across
-
-
-class _Kinds(NamedTuple):
-    """Elements of whole tensors, by how they are divided."""
-
-    copied: int = 0
-    """On every rank of a stage."""
-    split: int = 0
-    """Over tensor-parallel ranks."""
-    expert_copied: int = 0
-    """On every rank that has the expert."""
-    expert_split: int = 0
-
-    @classmethod
-    def of(cls, tensors: Iterable[Tensor], experts: int) -> _Kinds:
-        found = [0, 0, 0, 0]
-        for tensor in tensors:
-            kind = 2 * tensor.expert + (tensor.axis is not None)
-            found[kind] += tensor.num_elements * (experts if tensor.expert else 1)
-        return cls(*found)
+        return self.sent_within + self.sent_across + self.sent_relayed
 
 
 def realloc_traffic(
     shape: ModelShape, itemsize: int, source: Window, target: Window, *, per_node: int, bucket_bytes: int
 ) -> Traffic:
-    """Count what `build_realloc_plan` would move.
+    """Count what `build_realloc_plan` would move with `per_node` devices per node.
 
     Args:
         shape: the model.
-        itemsize: bytes of a parameter on the wire.
+        itemsize: bytes of a parameter, on both sides.
         source: where the weights are; starts are global ranks, and nodes begin at multiples of `per_node`.
         target: where they go.
         per_node: ranks of a node.
@@ -102,35 +80,30 @@ def realloc_traffic(
     Raises:
         PlanError: the layers do not divide over the stages.
     """
-    origin = min(source.start, target.start)
-    end = max(source.start + source.layout.size, target.start + target.layout.size)
-    size = end - origin
-    needs = _needs(shape, source.layout, target.layout) * itemsize
-    needs = needs[:, _cells_of(target.layout)]  # [Q, W]
-    owners = _owners(shape, source.layout)
-    shift = source.start - target.start
-    local = np.zeros(size)
-    inside = owners.rank + shift
-    met = (inside >= 0) & (inside < target.layout.size)
-    at = (owners.queue[met], inside[met])
-    np.add.at(local, at[1] + (target.start - origin), needs[at])
-    needs[at] = 0
-    src, dst, moved = _serve(needs, owners, itemsize)
-    src, dst = src + (source.start - origin), dst + (target.start - origin)
-    within = (src + origin) // per_node == (dst + origin) // per_node
+    counter = _Counter(shape, itemsize, source, target, per_node)
+    near, far = counter.near(), counter.far()
+    src, dst, moved = counter.serve(_Entries(*map(np.concatenate, zip(near, far, strict=True))))
+    relay_src, relay_dst, relayed = counter.relay(far)
+    size, node = counter.size, counter.node
+    within = node[src] == node[dst]
 
     def total(ranks: Ints, weights: Any) -> Floats:
         return np.bincount(ranks, weights=weights, minlength=size)
 
     first, last, messages = _messages(src, dst, moved, size, bucket_bytes)
+    relay_first, relay_last, relay_messages = _messages(relay_src, relay_dst, relayed, size, bucket_bytes)
     return Traffic(
         received_within=total(dst, moved * within),
         received_across=total(dst, moved * ~within),
+        received_relayed=total(relay_dst, relayed),
         sent_within=total(src, moved * within),
         sent_across=total(src, moved * ~within),
-        local=local,
+        sent_relayed=total(relay_src, relayed),
+        local=counter.local,
         messages_received=total(last, messages),
         messages_sent=total(first, messages),
+        relays_received=total(relay_last, relay_messages),
+        relays_sent=total(relay_first, relay_messages),
     )
 
 
@@ -148,192 +121,148 @@ def _messages(src: Ints, dst: Ints, moved: Ints, size: int, bucket_bytes: int) -
     return unique // size, unique % size, np.ceil(sizes / capacity).astype(np.int64)
 
 
-class _OwnerList(NamedTuple):
-    """Who owns what each queue serves, ordered by queue and rank."""
+class _Entries(NamedTuple):
+    """Who stands in a queue for what."""
 
     queue: Ints
-    rank: Ints
-    """Of the source window."""
-    share: Ints
-    """Position among the owners of the queue."""
-    owners: Ints
-    """Owners of the queue."""
+    """(set of owners) x (nodes + 1); + 1 + node if only the owners in that node serve it."""
+    receiver: Ints
+    target: Ints
+    """Place of the set that it is wanted for; 0 where this does not matter."""
+    begin: Ints
+    """Where the bytes begin in all that the owners have for that set."""
+    num_bytes: Ints
+    member: Ints
+    """Position in the target's list of owners."""
 
 
-def _serve(needs: Ints, owners: _OwnerList, itemsize: int) -> tuple[Ints, Ints, Ints]:
-    """(sender, receiver, bytes), ranks of either window, of every stretch that one owner serves one receiver.
+class _Counter:
+    """Owners and receivers of one reallocation; ranks count from the first one of either window."""
 
-    The bytes of all queues are laid end to end; both the receivers' and the owners' parts cut this line.
-    """
-    queues, receivers = np.nonzero(needs)
-    values = needs[queues, receivers]
-    ends = np.cumsum(values)
-    totals = needs.sum(axis=1)
-    bases = np.cumsum(totals) - totals
-    starts = bases[owners.queue] + totals[owners.queue] * owners.share // owners.owners // itemsize * itemsize
-    cuts = np.concatenate((ends - values, starts))
-    order = np.argsort(cuts, kind="stable")
-    is_owner = order >= len(values)
-    cuts = cuts[order]
-    lengths = np.diff(cuts, append=ends[-1] if len(ends) else 0)
-    keep = lengths > 0
-    receiver = np.cumsum(~is_owner)[keep] - 1
-    owner = np.cumsum(is_owner)[keep] - 1
-    return owners.rank[owner], receivers[receiver], lengths[keep]
+    def __init__(
+        self, shape: ModelShape, itemsize: int, source: Window, target: Window, per_node: int
+    ) -> None:
+        origin = min(source.start, target.start)
+        self.size = max(source.start + source.layout.size, target.start + target.layout.size) - origin
+        self.node = (np.arange(self.size) + origin) // per_node - origin // per_node
+        self._itemsize = itemsize
+        self._num_nodes = int(self.node[-1]) + 1
+        self._lines = common_elements(shape, source.layout, target.layout) * itemsize
+        self._owners, self._members = owner_list(shape, source.layout), owner_list(shape, target.layout)
+        self._owner = self._owners.rank + (source.start - origin)
+        self._member = self._members.rank + (target.start - origin)
+        self._in_node = np.zeros((len(self._lines), self._num_nodes), bool)
+        self._in_node[self._owners.queue, self.node[self._owner]] = True
+        self._first = target.start - origin
+        members, classes = set_classes(shape, target.layout)
+        self._missing = (self._lines @ members).astype(np.int64)[
+            :, classes
+        ]  # bytes by (set, rank of the target)
+        self.local = self._take_held()
 
+    def _take_held(self) -> Floats:
+        """Bytes that each rank needs and has; they are not missing any more."""
+        ranks = self._owner - self._first
+        inside = (ranks >= 0) & (ranks < self._missing.shape[1])
+        at = self._owners.queue[inside], ranks[inside]
+        local = np.bincount(self._owner[inside], weights=self._missing[at], minlength=self.size)
+        self._missing[at] = 0
+        return local
 
-# Divisions
+    def near(self) -> _Entries:
+        """Receivers with an owner in their node."""
+        node = self.node[self._first : self._first + self._missing.shape[1]]
+        missing = self._missing
+        if self._num_nodes > 1:
+            missing = np.where(self._in_node[:, node], missing, 0)
+        queue, receiver = np.nonzero(missing)
+        none = np.zeros_like(queue)
+        at = queue * (self._num_nodes + 1) + 1 + node[receiver]
+        return _Entries(at, receiver + self._first, none, none, missing[queue, receiver], none)
 
-
-class _Families(NamedTuple):
-    """Which owner sets serve which kind of tensor. Sets that are equal are one, as in the plan."""
-
-    sizes: tuple[int, ...]
-    """Owner sets per place of each family."""
-    of_kind: tuple[int, ...]
-    """Family of each field of `_Kinds`."""
-
-
-def _families(layout: Layout, experts: bool) -> _Families:
-    tp, etp = layout.tp, expert_tensor_parallel(layout)
-    sizes, of_kind = [1], [0, 0, 0, 0]
-
-    def family(count: int, known: int | None = None) -> int:
-        if count == 1:
-            return 0
-        if known is not None:
-            return known
-        sizes.append(count)
-        return len(sizes) - 1
-
-    of_kind[1] = family(tp)
-    if experts:
-        cells = layout.ep * etp  # rank modulo cells, as tensor-parallel sets are rank modulo tp
-        of_kind[3] = family(cells, of_kind[1] if cells == tp else None)
-        of_kind[2] = family(layout.ep, of_kind[3] if etp == 1 else None)
-    return _Families(tuple(sizes), tuple(of_kind))
-
-
-def _places(shape: ModelShape, layout: Layout) -> int:
-    """Stages, and the first with the last where both hold the embedding."""
-    return layout.pp + (1 if end_tensors(shape).tied and layout.pp > 1 else 0)
-
-
-@lru_cache(maxsize=1024)
-def _owners(shape: ModelShape, layout: Layout) -> _OwnerList:
-    families = _families(layout, shape.num_experts > 0)
-    etp, stage_size = expert_tensor_parallel(layout), layout.size // layout.pp
-    rank = np.arange(layout.size)
-    stage, index = rank // stage_size, rank % stage_size
-    queues, ranks, base = [], [], 0
-    for family, count in enumerate(families.sizes):
-        blocks = family == families.of_kind[2] != families.of_kind[3]
-        cell = index // etp % layout.ep if blocks else index % count
-        queues.append(base + stage * count + cell)
-        ranks.append(rank)
-        if _places(shape, layout) > layout.pp:
-            ends = (stage == 0) | (stage == layout.pp - 1)
-            queues.append(base + layout.pp * count + cell[ends])
-            ranks.append(rank[ends])
-        base += _places(shape, layout) * count
-    queue, owner = np.concatenate(queues), np.concatenate(ranks)
-    order = np.lexsort((owner, queue))
-    queue, owner = queue[order], owner[order]
-    counts = np.bincount(queue, minlength=base)
-    share = np.arange(len(queue)) - (np.cumsum(counts) - counts)[queue]
-    return _OwnerList(queue, owner, share, counts[queue])
-
-
-@lru_cache(maxsize=1024)
-def _cells_of(layout: Layout) -> Ints:
-    """By rank, which column of `_needs` it is: (stage, dense cell, expert cell)."""
-    stage_size = layout.size // layout.pp
-    rank = np.arange(layout.size)
-    stage, index = rank // stage_size, rank % stage_size
-    cells = layout.ep * expert_tensor_parallel(layout)
-    return (stage * layout.tp + index % layout.tp) * cells + index % cells
-
-
-def _needs(shape: ModelShape, source: Layout, target: Layout) -> Ints:
-    """Elements that a rank of each target cell needs of each set of owners: [Q, target cells]."""
-    experts = shape.num_experts > 0
-    families = _families(source, experts)
-    etp, target_etp = expert_tensor_parallel(source), expert_tensor_parallel(target)
-    common = _common(shape, source, target)  # four of [P, stages]
-    tensor = _overlap(source.tp, target.tp)
-    expert = _overlap(source.ep, target.ep)
-    inside = _overlap(etp, target_etp)
-    parts = [np.zeros((len(common[0]), count, target.pp, target.tp, target.ep, target_etp), np.int64)
-             for count in families.sizes]  # fmt: skip
-    copied, split, expert_copied, expert_split = (kind[:, None, :, None, None, None] for kind in common)
-    parts[0] += copied
-    of_tensor = tensor.shared[None, :, None, :, None, None]
-    parts[families.of_kind[1]] += split * of_tensor // tensor.whole
-    if experts:
-        of_expert = expert.shared[None, :, None, None, :, None]
-        parts[families.of_kind[2]] += expert_copied * of_expert // expert.whole
-        both = (expert.shared[:, None, :, None] * inside.shared[None, :, None, :]).reshape(
-            source.ep * etp, target.ep, target_etp
+    def far(self) -> _Entries:
+        """Receivers without: each takes a part of what its node needs."""
+        if self._in_node[:, self.node].all():
+            none = np.zeros(0, np.int64)
+            return _Entries(none, none, none, none, none, none)
+        members, node = self._members, self.node[self._member]
+        wanted = np.where(self._in_node[:, node], 0, self._lines[:, members.queue])
+        queue, member = np.nonzero(wanted)
+        line = wanted[queue, member]
+        slot, count = (column[member] for column in self._slots())
+        begin = line * slot // count
+        num_bytes = line * (slot + 1) // count - begin
+        entries = _Entries(
+            queue * (self._num_nodes + 1),
+            self._member[member],
+            members.place[members.queue[member]],
+            begin,
+            num_bytes,
+            member,
         )
-        of_both = both[None, :, None, None, :, :]
-        parts[families.of_kind[3]] += expert_split * of_both // (expert.whole * inside.whole)
-    return np.concatenate(
-        [part.reshape(-1, target.pp * target.tp * target.ep * target_etp) for part in parts]
-    )
+        return _Entries(*(column[num_bytes > 0] for column in entries))
 
+    def _slots(self) -> tuple[Ints, Ints]:
+        """By member of a target set: position among, and number of, those in its node."""
+        group = self._members.queue * self._num_nodes + self.node[self._member]
+        first = np.searchsorted(group, group, side="left")
+        return np.arange(len(group)) - first, np.searchsorted(group, group, side="right") - first
 
-class _Overlap(NamedTuple):
-    """What two equal divisions of one thing have in common, in units of 1 / whole."""
+    def serve(self, entries: _Entries) -> tuple[Ints, Ints, Ints]:
+        """(sender, receiver, bytes) of every stretch that one owner serves one receiver.
 
-    shared: Ints
-    """[parts of the one, parts of the other]"""
-    whole: int
+        The bytes of all queues are laid end to end; both the receivers' and the owners' parts cut this line.
+        """
+        if self._num_nodes > 1:
+            order = np.lexsort((entries.target, entries.receiver, entries.queue))
+            entries = _Entries(*(column[order] for column in entries))
+        ends = np.cumsum(entries.num_bytes)
+        starts = ends - entries.num_bytes
+        totals = np.bincount(
+            entries.queue, weights=entries.num_bytes, minlength=len(self._lines) * (self._num_nodes + 1)
+        ).astype(np.int64)
+        bases = np.cumsum(totals) - totals
+        queue, owner, share, owners = self._servers(totals)
+        cuts = np.concatenate((starts, bases[queue] + totals[queue] * share // owners))
+        order = np.argsort(cuts, kind="stable")
+        is_owner = order >= len(starts)
+        cuts = cuts[order]
+        lengths = np.diff(cuts, append=ends[-1] if len(ends) else 0)
+        keep = lengths > 0
+        at = np.cumsum(~is_owner)[keep] - 1
+        # A position inside an element counts as its start, from the start of all that the owners have for a set.
+        low = entries.begin[at] + cuts[keep] - starts[at]
+        moved = self._whole(low + lengths[keep]) - self._whole(low)
+        sent = moved > 0
+        return owner[np.cumsum(is_owner)[keep] - 1][sent], entries.receiver[at][sent], moved[sent]
 
+    def _servers(self, totals: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Of each queue, at least if it serves anybody: (queue, owner, position among its owners, how many)."""
+        owners, nodes = self._owners, self._num_nodes + 1
+        group = owners.queue * nodes + 1 + self.node[self._owner]
+        if self._num_nodes == 1:
+            return group, self._owner, owners.share, owners.owners
+        first = np.searchsorted(group, group, side="left")
+        count = np.searchsorted(group, group, side="right") - first
+        parts = (group, self._owner, np.arange(len(group)) - first, count)
+        whole = (owners.queue * nodes, self._owner, owners.share, owners.owners)
+        columns = [np.concatenate(pair) for pair in zip(whole, parts, strict=True)]
+        order = np.lexsort((columns[1], columns[0]))
+        queue, owner, share, number = (column[order[totals[columns[0][order]] > 0]] for column in columns)
+        return queue, owner, share, number
 
-@lru_cache(maxsize=1024)
-def _overlap(one: int, other: int) -> _Overlap:
-    whole = lcm(one, other)
-    left = np.arange(one)[:, None] * (whole // one)
-    right = np.arange(other)[None, :] * (whole // other)
-    low = np.maximum(left, right)
-    high = np.minimum(left + whole // one, right + whole // other)
-    return _Overlap(np.maximum(high - low, 0), whole)
+    def relay(self, far: _Entries) -> tuple[Ints, Ints, Ints]:
+        """(sender, receiver, bytes): every member of a target set sends its part to the others of its node."""
+        parts = self._whole(far.begin + far.num_bytes) - self._whole(far.begin)
+        num_bytes = np.bincount(far.member, weights=parts, minlength=len(self._member)).astype(np.int64)
+        slot, count = self._slots()
+        member = np.flatnonzero(num_bytes)
+        sender = np.repeat(member, count[member])
+        first = np.repeat(np.cumsum(count[member]) - count[member], count[member])
+        receiver = sender - slot[sender] + np.arange(len(sender)) - first
+        other = receiver != sender
+        sender, receiver = sender[other], receiver[other]
+        return self._member[sender], self._member[receiver], num_bytes[sender]
 
-
-def _common(shape: ModelShape, source: Layout, target: Layout) -> tuple[Ints, ...]:
-    """For each field of `_Kinds`: elements that a source place and a target stage have in common: [P, stages]."""
-    mine, theirs = _contents(shape, source), _contents(shape, target)
-    wanted = theirs[: target.pp].copy()
-    if len(theirs) > target.pp:  # the first and the last stage each hold what they share
-        wanted[0] |= theirs[-1]
-        wanted[-1] |= theirs[-1]
-    kinds = _kinds(shape)
-    return tuple((mine * kinds[:, number]) @ wanted.T for number in range(4))
-
-
-@lru_cache(maxsize=1024)
-def _kinds(shape: ModelShape) -> Ints:
-    """Elements of each layer, the embedding, and the other ends: [layers + 3, 4]."""
-    plain = _Kinds.of(layer_tensors(shape, experts=False), 1)
-    routed = _Kinds.of(layer_tensors(shape, experts=True), shape.num_experts) if shape.num_experts else plain
-    layers = [routed if shape.has_experts(layer) else plain for layer in range(shape.num_layers)]
-    ends = end_tensors(shape)
-    return np.array([*layers, *(_Kinds.of(tensors, 1) for tensors in ((ends.words,), ends.first, ends.last))])
-
-
-@lru_cache(maxsize=1024)
-def _contents(shape: ModelShape, layout: Layout) -> Ints:
-    """Which layer or end lies in which place; each in one: [P, layers + 3]."""
-    found = np.zeros((_places(shape, layout), shape.num_layers + 3), np.int64)
-    for stage, layers in _stage_layers(shape.num_layers, layout):
-        found[stage, list(layers)] = 1
-    words, first, last = range(shape.num_layers, shape.num_layers + 3)
-    found[-1 if len(found) > layout.pp else 0, words] = 1
-    found[0, first] = 1
-    found[layout.pp - 1, last] = 1
-    return found
-
-
-def _stage_layers(num_layers: int, layout: Layout) -> Iterator[tuple[int, tuple[int, ...]]]:
-    for stage, chunks in enumerate(stage_layers(num_layers, layout)):
-        yield stage, tuple(layer for chunk in chunks for layer in chunk)
+    def _whole(self, num_bytes: Ints) -> Ints:
+        return num_bytes // self._itemsize * self._itemsize

@@ -95,14 +95,18 @@ def _at(start: int, **degrees: int) -> tuple[Mesh, Layout]:
 
 def test_the_same_copy_is_free_and_the_same_layout_elsewhere_is_not() -> None:
     here, beside, far = _at(0, dp=2), _at(2, dp=2), _at(4, dp=2)
-    assert PRICER.realloc("actor", here, here) == (0.0, 0, 0, 0, 0)
+    assert PRICER.realloc("actor", here, here) == (0.0, 0, 0, 0, 0, 0.0)
     found = PRICER.realloc("actor", here, beside)
     assert found.bytes_moved == 2 * NUM_BYTES
     assert found.max_received_bytes == found.max_sent_bytes == NUM_BYTES
     assert found.messages == 2
     # Received or sent, one message, packed or unpacked.
     assert found.seconds == pytest.approx(NUM_BYTES + 1000 + NUM_BYTES / 10)
-    assert PRICER.realloc("actor", here, far).seconds == pytest.approx(4 * NUM_BYTES + 4000 + NUM_BYTES / 10)
+    assert found.exposed_s == found.seconds
+    # Each byte enters the other node once, half of them at each rank, which then relays its half to the other.
+    assert PRICER.realloc("actor", here, far).seconds == pytest.approx(
+        4 * NUM_BYTES / 2 + 4000 + NUM_BYTES / 2 + 1000 + 1.5 * NUM_BYTES / 10
+    )
 
 
 def test_one_sender_to_many_is_bound_by_the_sender() -> None:
@@ -270,3 +274,34 @@ def test_a_thousand_ranks_are_priced_from_memory() -> None:
         assert pricer.realloc("actor", *pair) is first
         taken.append(time.perf_counter() - start)
     assert min(taken) < 1e-3
+
+
+def test_bytes_go_to_the_host_and_back_over_each_ranks_own_link() -> None:
+    graph = dataclasses.replace(
+        _graph(CallType.INFERENCE),
+        calls=(
+            *_graph(CallType.INFERENCE).calls,
+            Call(name="train", model="actor", type=CallType.TRAIN, inputs=INPUTS),
+        ),
+    )
+    pricer = _pricer(graph)
+    mesh, layout = _at(0, tp=2, dp=2)
+    shard = copy_memory(pricer.models["other"], layout, False).weights_bytes[0]
+    assert (
+        pricer.reload("other", mesh, layout, "node") == shard == pricer.reload("other", mesh, layout, "host")
+    )
+    state = copy_memory(pricer.models["actor"], layout, True)
+    assert pricer.move_state("actor", mesh, layout) == state.optimizer_bytes[0] < state.state_bytes[0]
+    with pytest.raises(PlanError, match="found 'disk'; expected one of host, main_params, node"):
+        pricer.reload("other", mesh, layout, "disk")
+    # Four ranks on two cores take twice as long.
+    shared = Device(name="cpu", memory_bytes=1 << 30, constants={"cores_per_node": 2})
+    slower = MovePricer(
+        pricer.models,
+        dataclasses.replace(pricer.cluster, device=shared),
+        pricer.workload,
+        pricer.operations,
+        graph,
+    )
+    assert slower.reload("other", mesh, layout, "node") == 2 * shard
+    assert slower.reload("other", Mesh(0, 2), Layout(tp=2), "node") == shard

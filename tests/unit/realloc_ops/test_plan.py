@@ -50,6 +50,74 @@ def test_receivers_spread_over_replicas_without_extra_pairs() -> None:
     assert [sorted(m.dst for m in plan.of(rank).sends) for rank in (0, 1)] == [[2, 3, 4], [5, 6, 7]]
 
 
+def test_a_byte_enters_a_node_once_and_spreads_inside_it() -> None:
+    """Ranks 4 to 7 are a node without a source: each takes a row from outside and relays it to the three others."""
+    src, dst = _rows({0: (0, 4)}), _rows(dict.fromkeys(range(4, 8), (0, 4)))
+    plan = build_realloc_plan(src, dst, devices_per_node=4)
+    for row, rank in enumerate(range(4, 8)):
+        first, *relays = plan.of(rank).receives
+        assert (first.src, first.relayed, [piece.box for piece in first.slices]) == (
+            0,
+            False,
+            [Box((row, 0), (1, 3))],
+        )
+        assert {message.src for message in relays} == {4, 5, 6, 7} - {rank}
+        assert all(message.relayed and message.num_bytes == 12 for message in relays)
+        assert {piece.src_box for message in relays for piece in message.slices} == {Box((0, 0), (4, 3))}
+        assert [step.order[0] for step in plan.of(rank).steps] == [0, 1, 1, 1]
+    assert plan.of(0).bytes_sent == 48
+    assert "144 bytes are relayed inside nodes" in plan.summary()
+
+
+def test_a_source_in_the_node_serves_it() -> None:
+    """Both nodes have a replica, so nothing crosses; the third node is served by both, half each."""
+    src, dst = _rows(dict.fromkeys((0, 2), (0, 4))), _rows(dict.fromkeys(range(5), (0, 4)))
+    plan = build_realloc_plan(src, dst, devices_per_node=2)
+    assert {rank: {m.src for m in plan.of(rank).receives} for rank in (1, 3)} == {1: {0}, 3: {2}}
+    assert {m.src: m.num_bytes for m in plan.of(4).receives} == {0: 24, 2: 24}
+    assert not any(message.relayed for part in plan.ranks.values() for message in part.sends)
+
+
+def test_a_relayed_message_is_of_the_destination_dtype() -> None:
+    src = _rows({0: (0, 4)})
+    dst = ParamTable.of({rank: [ShardEntry("w", Box((0, 0), (4, 3)), (4, 3), "bfloat16")] for rank in (2, 3)})
+    part = build_realloc_plan(src, dst, devices_per_node=2).of(2)
+    assert [(message.relayed, message.num_bytes) for message in part.receives] == [(False, 24), (True, 12)]
+    assert (part.wire_dtypes, part.relay_dtypes) == ({"w": "float32"}, {"w": "bfloat16"})
+    assert part.bytes_bound == 36
+
+
+def test_layers_travel_in_the_order_of_their_use() -> None:
+    held = [
+        ("output_layer.w", 0),
+        ("decoder.layers.w", 0),
+        ("decoder.layers.w", 1),
+        ("embedding.w", 0),
+        ("decoder.final_layernorm.w", 0),
+    ]
+    entries = [
+        ShardEntry(key, Box((at, 0), (1, 4)), (2 if "layers." in key else 1, 4), "float32")
+        for key, at in held
+    ]
+    tables = ParamTable.of({0: entries}), ParamTable.of({1: entries})
+    plan = build_realloc_plan(*tables, bucket_bytes=16, order="layers")
+    messages = list(plan.of(1).receives)
+    assert [(piece.key, piece.box.offset[0]) for message in messages for piece in message.slices] == [
+        ("embedding.w", 0),
+        ("decoder.layers.w", 0),
+        ("decoder.layers.w", 1),
+        ("decoder.final_layernorm.w", 0),
+        ("output_layer.w", 0),
+    ]
+    assert [message.wave for message in messages] == [0, 1, 2, 1 << 20, 1 << 21]
+    assert [step.order[1] for step in plan.of(0).steps] == [message.wave for message in messages]
+
+
+def test_a_node_without_devices_is_refused() -> None:
+    with pytest.raises(PlanError, match="found 0 devices per node"):
+        build_realloc_plan(_rows({0: (0, 4)}), _rows({0: (0, 4)}), devices_per_node=0)
+
+
 def test_many_uneven_boxes_are_all_found() -> None:
     """More boxes than are scanned one by one; a long one starts far before the destination box."""
     edges = [0, 20, *range(21, 40)]
@@ -110,9 +178,9 @@ def _transformer(*, tp: int, dp: int, layers: int = 80) -> ParamTable:
     return ParamTable.of(entries)
 
 
-def test_one_rank_of_64_plans_a_70b_model_in_a_moment() -> None:
-    src, dst = _transformer(tp=8, dp=8), _transformer(tp=4, dp=16)
+def test_one_rank_of_1024_plans_a_70b_model_in_a_moment() -> None:
+    src, dst = _transformer(tp=8, dp=128), _transformer(tp=4, dp=256)
     started_s = time.process_time()
-    part = build_realloc_plan(src, dst, rank=37).of(37)
-    assert time.process_time() - started_s < 3.0  # measured 0.1 s; upstream's planner needs 6 s for this size
+    part = build_realloc_plan(src, dst, rank=37, devices_per_node=8).of(37)
+    assert time.process_time() - started_s < 2.0  # measured 0.05 s
     assert part.bytes_received == part.bytes_bound > 0

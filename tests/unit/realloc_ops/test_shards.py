@@ -63,6 +63,18 @@ def test_a_table_groups_replicas() -> None:
     assert table.bytes_of(3) == 0
 
 
+def test_shards_of_equal_owners_share_one_tuple() -> None:
+    """Also where ranks made their entries themselves, one of them in another order."""
+
+    def entries(*keys: str) -> list[ShardEntry]:
+        return [ShardEntry(key, Box((0,), (2,)), (2,), "float32") for key in keys]
+
+    table = ParamTable.of({0: entries("a", "b"), 1: entries("a", "b"), 2: entries("b", "a"), 3: entries("c")})
+    a, b, c = (table.owners[Shard(key, Box((0,), (2,)))] for key in "abc")
+    assert a is b
+    assert (a, c) == ((0, 1, 2), (3,))
+
+
 def test_a_table_lists_every_contradiction() -> None:
     box = Box((0,), (2,))
     with pytest.raises(PlanError) as caught:
