@@ -17,6 +17,7 @@ __all__ = [
     "PlanError",
     "Problem",
     "RealError",
+    "VerificationError",
     "raise_problems",
 ]
 
@@ -43,6 +44,22 @@ class CapacityError(RealError):
 
 class PeerError(RealError):
     """Another rank died, stopped, failed or did not come: look at that rank first."""
+
+    def __init__(self, text: str, *, peers: Sequence[int] = (), late: bool = False) -> None:
+        """Say what happened.
+
+        Args:
+            text: the message.
+            peers: the ranks that it is about, where they are known.
+            late: they did not come in time, as opposed to a connection that broke.
+        """
+        super().__init__(text)
+        self.peers = tuple(peers)
+        self.late = late
+
+
+class VerificationError(RealError):
+    """A reallocation delivered other bits than its source has, or replicas of the source differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

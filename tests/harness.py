@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,16 @@ def _rank_main(
 
 
 def run_ranks(
-    size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0, group_timeout_s: float = 60.0
+    size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120.0,
+    group_timeout_s: float = 60.0,
+    may_die: Collection[int] = (),
 ) -> list[Any]:
     """Call ``fn(*args)`` on `size` ranks with an initialised gloo group; return their results in rank order.
+
+    The result of a rank in `may_die` is None if it ended without one.
 
     Raises:
         RankFailed: a rank raised or died, or some were still running after `timeout_s`.
@@ -75,11 +82,14 @@ def run_ranks(
             if pid == 0:
                 _rank_main(rank, size, folder, fn, args, group_timeout_s)
             pids[pid] = rank
-        return _collect(size, folder, pids, time.monotonic() + timeout_s, timeout_s)
+        results: dict[int, Any] = dict.fromkeys(may_die)
+        return _collect(size, folder, pids, results, time.monotonic() + timeout_s)
 
 
-def _collect(size: int, folder: Path, pids: dict[int, int], deadline: float, timeout_s: float) -> list[Any]:
-    results: dict[int, Any] = {}
+def _collect(
+    size: int, folder: Path, pids: dict[int, int], results: dict[int, Any], deadline: float
+) -> list[Any]:
+    started = time.monotonic()
     running = dict(pids)
     try:
         while running:
@@ -87,7 +97,7 @@ def _collect(size: int, folder: Path, pids: dict[int, int], deadline: float, tim
             if pid == 0:
                 if time.monotonic() > deadline:
                     raise RankFailed(
-                        f"ranks {sorted(running.values())} of {size} still running after {timeout_s:.0f} s"
+                        f"ranks {sorted(running.values())} of {size} still running after {deadline - started:.0f} s"
                     )
                 time.sleep(0.01)
                 continue
@@ -96,6 +106,8 @@ def _collect(size: int, folder: Path, pids: dict[int, int], deadline: float, tim
             rank = running.pop(pid)
             path = folder / f"result-{rank}"
             if not path.exists():
+                if rank in results:
+                    continue
                 raise RankFailed(f"rank {rank} of {size} died without a result (wait status {status})")
             kind, value = pickle.loads(path.read_bytes())
             if kind != "ok":

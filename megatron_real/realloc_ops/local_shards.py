@@ -8,15 +8,19 @@ Invariants (tests/unit/realloc_ops/test_local_shards.py):
     - every view shares memory with the parameter or buffer that it was found in;
     - after a storage was freed and allocated again, and after a parameter was bound to another storage, `resolve`
       gives views of the storage that the parameter has now;
-    - two tensors of one rank with the same key and box: the first is sent and received, the others are copied from it.
+    - two tensors of one rank with the same key and box: the first is sent and received, the others are copied from it;
+    - rows behind the real ones of a padded tensor are neither sent nor received, and are zero after a reallocation.
 """
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -24,7 +28,21 @@ import torch.distributed as dist
 from megatron_real.errors import PeerError, Problem, RealError, raise_problems
 from megatron_real.realloc_ops.shards import DTYPE_BYTES, Box, ParamTable, Shard, ShardEntry
 
-__all__ = ["LocalShards", "ShardedTensorLike", "gather_tables", "local_table"]
+__all__ = ["LocalShards", "ShardedTensorLike", "gather_tables", "local_table", "with_memory"]
+
+
+@contextmanager
+def with_memory(tensor: torch.Tensor) -> Iterator[None]:
+    """Give a freed storage memory for a moment, so that views can be made in it: torch checks their bounds."""
+    storage = tensor.untyped_storage()
+    freed = storage.nbytes() == 0
+    if freed:
+        storage.resize_((tensor.storage_offset() + _extent(tensor)) * tensor.element_size())
+    try:
+        yield
+    finally:
+        if freed:
+            storage.resize_(0)
 
 
 @runtime_checkable
@@ -53,7 +71,8 @@ class _Placed:
 
     def view(self) -> torch.Tensor:
         owner = self.owner.detach()
-        return owner.as_strided(self.shape, self.stride, owner.storage_offset() + self.relative_offset)
+        with with_memory(owner):
+            return owner.as_strided(self.shape, self.stride, owner.storage_offset() + self.relative_offset)
 
 
 class LocalShards:
@@ -64,17 +83,21 @@ class LocalShards:
         entries: Sequence[ShardEntry],
         placed: Sequence[_Placed],
         duplicates: Sequence[tuple[_Placed, _Placed]],
+        padding: Sequence[_Placed] = (),
     ) -> None:
         """Made by `local_table`."""
         self.entries = tuple(entries)
         """One entry per shard, for `gather_tables`."""
         self._placed = tuple(placed)
         self._duplicates = tuple(duplicates)
-        unique = {id(item.owner): item.owner for item in (*placed, *(dup for _, dup in duplicates))}
+        self._padding = tuple(padding)
+        self._all = (*placed, *(other for _, other in duplicates), *padding)
+        unique = {id(item.owner): item.owner for item in self._all}
         self._owners = tuple(unique.values())
         self._storages: tuple[tuple[int, int], ...] = ()
         self._views: dict[Shard, torch.Tensor] = {}
         self._duplicate_views: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+        self._padding_views: tuple[torch.Tensor, ...] = ()
         self.generation = 0
         """Counts how often views were made: it grows only when a parameter was bound to another storage."""
 
@@ -82,14 +105,17 @@ class LocalShards:
     def devices(self) -> frozenset[torch.device]:
         return frozenset(owner.device for owner in self._owners)
 
-    def resolve(self) -> Mapping[Shard, torch.Tensor]:
+    def resolve(self, *, check: bool = True) -> Mapping[Shard, torch.Tensor]:
         """Views of all shards, of box shape; cheap unless a parameter moved to another storage.
+
+        Args:
+            check: refuse freed storages; without it, views of them are made too, for the time when they have memory.
 
         Raises:
             RealError: a storage is freed.
         """
         storages = tuple((owner.untyped_storage()._cdata, owner.storage_offset()) for owner in self._owners)
-        for owner in self._owners:
+        for owner in self._owners if check else ():
             if owner.untyped_storage().nbytes() == 0 and owner.numel() > 0:
                 raise RealError(
                     f"{self._name_of(owner)}: found its storage freed; allocate the copy's segments first."
@@ -97,25 +123,51 @@ class LocalShards:
         if storages != self._storages:
             self._views = {item.shard: item.view() for item in self._placed}
             self._duplicate_views = tuple((first.view(), other.view()) for first, other in self._duplicates)
+            self._padding_views = tuple(item.view() for item in self._padding)
             self._storages = storages
             self.generation += 1
         return self._views
 
     def fill_duplicates(self) -> None:
-        """Copy the first tensor of each shard to the other tensors of this rank that hold the same shard."""
+        """Fill what no message carries: other tensors of this rank with the same shard, and padding, with zeros."""
         for first, other in self._duplicate_views:
             other.copy_(first)
+        self.zero_padding()
+
+    def zero_padding(self) -> None:
+        """Zero the rows behind the real ones; no message writes there."""
+        for padding in self._padding_views:
+            padding.zero_()
+
+    @property
+    def duplicates(self) -> tuple[tuple[Shard, torch.Tensor, torch.Tensor], ...]:
+        """Shard, first tensor, other tensor; as of the last `resolve`."""
+        pairs = zip(self._duplicates, self._duplicate_views, strict=True)
+        return tuple((placed.shard, *views) for (placed, _), views in pairs)
+
+    def shards_in(self, tensor: torch.Tensor) -> tuple[Shard, ...]:
+        """The shards in the memory of a parameter or buffer, which may be tied to others; freed or not."""
+        first, last = _reach(tensor)
+        storage = tensor.untyped_storage()._cdata
+        found: list[Shard] = []
+        for item in (*self._placed, *(replace(other, shard=one.shard) for one, other in self._duplicates)):
+            owner = item.owner
+            if owner is tensor:
+                found.append(item.shard)
+            elif owner.untyped_storage()._cdata == storage:
+                start, stop = _reach(owner)
+                if start < last and first < stop:
+                    found.append(item.shard)
+        return tuple(found)
 
     def _name_of(self, owner: torch.Tensor) -> str:
-        return next(
-            item.shard.key
-            for item in (*self._placed, *(d for _, d in self._duplicates))
-            if item.owner is owner
-        )
+        return next(item.shard.key for item in self._all if item.owner is owner)
 
 
 def local_table(
-    sharded_tensors: Iterable[ShardedTensorLike], allowed: Iterable[tuple[str, torch.Tensor]]
+    sharded_tensors: Iterable[ShardedTensorLike],
+    allowed: Iterable[tuple[str, torch.Tensor]],
+    real_rows: Mapping[str, int] = MappingProxyType({}),
 ) -> LocalShards:
     """Read the sharded tensors of one copy on this rank.
 
@@ -123,6 +175,8 @@ def local_table(
         sharded_tensors: a sharded state dict, factories applied, flattened, of all model chunks of this rank. Make
             it while the copy is allocated (torch refuses to split freed tensors); after that only metadata is read.
         allowed: the (name, tensor) pairs of the parameters and persistent buffers that may be read and written.
+        real_rows: by key, how many rows of a padded tensor are real (the vocabulary's embedding and LM head). Two
+            copies that pad to different sizes then describe the same tensor. Give it for both copies or for neither.
 
     Raises:
         PlanError: lists each tensor that cannot be moved correctly: a copy, a flattened range, a quantised or
@@ -133,8 +187,9 @@ def local_table(
     entries: dict[Shard, ShardEntry] = {}
     first_placed: dict[Shard, _Placed] = {}
     duplicates: list[tuple[_Placed, _Placed]] = []
+    padding: list[_Placed] = []
     for tensor in sharded_tensors:
-        problem = _reason_to_refuse(tensor)
+        problem = _reason_to_refuse(tensor, real_rows.get(tensor.key))
         owner = finder.owner_of(tensor.data) if problem is None and tensor.data is not None else None
         if problem is None and owner is None:
             problem = (
@@ -147,17 +202,26 @@ def local_table(
             continue
         entry = _entry_of(tensor, tensor.data)
         placed = _place(entry.shard, tensor.data, owner, tensor.prepend_axis_num)
+        if tensor.key in real_rows:
+            entry, placed, behind = _cut_padding(
+                entry, placed, tensor.prepend_axis_num, real_rows[tensor.key]
+            )
+            padding += behind
+        if entry.shard.box.num_elements == 0:
+            continue
         if entry.shard not in entries:
             entries[entry.shard] = entry
             first_placed[entry.shard] = placed
         elif not _same_place(first_placed[entry.shard], placed):
             duplicates.append((first_placed[entry.shard], placed))
     raise_problems(problems, subject="tensors that cannot be reallocated")
-    return LocalShards(tuple(entries.values()), tuple(first_placed.values()), duplicates)
+    return LocalShards(tuple(entries.values()), tuple(first_placed.values()), duplicates, padding)
 
 
 def gather_tables(entries: Sequence[ShardEntry] | RealError, group: dist.ProcessGroup) -> ParamTable:
     """Exchange the entries of all ranks of `group`. Collective over `group`; once per copy, at set-up.
+
+    Replicas say the same, so every rank sends a digest, and one of each kind its entries.
 
     Args:
         entries: this rank's entries, none if it is outside the copy's window; or the error that it met on the way
@@ -168,25 +232,29 @@ def gather_tables(entries: Sequence[ShardEntry] | RealError, group: dist.Process
         PeerError: another rank met an error; a rank that met one raises its own.
         PlanError: the ranks' entries contradict each other; the same on all ranks.
     """
-    mine: tuple[ShardEntry, ...] | str = str(entries) if isinstance(entries, RealError) else tuple(entries)
+    failure = entries if isinstance(entries, RealError) else None
+    mine = () if isinstance(entries, RealError) else tuple(entries)
     ranks = dist.get_process_group_ranks(group)
-    gathered: list[tuple[ShardEntry, ...] | str | None] = [None] * len(ranks)
-    dist.all_gather_object(gathered, mine, group=group)
-    if isinstance(entries, RealError):
-        raise entries
-    by_rank: dict[int, tuple[ShardEntry, ...]] = {}
-    failed: dict[int, str] = {}
-    for rank, found in zip(ranks, gathered, strict=True):
-        if isinstance(found, str):
-            failed[rank] = found
-        else:
-            by_rank[rank] = found or ()
+    told: list[Any] = [None] * len(ranks)
+    digest = hashlib.sha256(repr(mine).encode()).digest()
+    dist.all_gather_object(told, (digest, str(failure) if failure is not None else None), group=group)
+    if failure is not None:
+        raise failure
+    failed = {rank: text for rank, (_, text) in zip(ranks, told, strict=True) if text is not None}
     if failed:
         rank, text = min(failed.items())
         raise PeerError(
             f"parameter table: ranks {sorted(failed)} could not describe their shards. Rank {rank}: {text}"
         )
-    return ParamTable.of(by_rank)
+    speakers: dict[bytes, int] = {}
+    for rank, (found, _) in zip(ranks, told, strict=True):
+        speakers.setdefault(found, rank)
+    known: dict[bytes, tuple[ShardEntry, ...]] = {}
+    for found, speaker in speakers.items():
+        said: list[Any] = [mine]
+        dist.broadcast_object_list(said, src=speaker, group=group)
+        known[found] = mine if found == digest else said[0]
+    return ParamTable.of({rank: known[found] for rank, (found, _) in zip(ranks, told, strict=True)})
 
 
 class _OwnerFinder:
@@ -223,7 +291,13 @@ def _extent(tensor: torch.Tensor) -> int:
     )
 
 
-def _reason_to_refuse(tensor: ShardedTensorLike) -> tuple[str, str] | None:
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes [first, last) of its storage that a tensor spans."""
+    first = tensor.storage_offset() * tensor.element_size()
+    return first, first + _extent(tensor) * tensor.element_size()
+
+
+def _reason_to_refuse(tensor: ShardedTensorLike, rows: int | None) -> tuple[str, str] | None:
     """What was found and what is expected; None when the tensor can be moved."""
     data = tensor.data
     if getattr(tensor, "flattened_range", None) is not None:
@@ -249,6 +323,8 @@ def _reason_to_refuse(tensor: ShardedTensorLike) -> tuple[str, str] | None:
             f"axes, global shape {list(tensor.global_shape)}, offset {list(tensor.global_offset)}",
             "shapes that agree",
         )
+    if rows is not None and not 0 < rows <= tensor.global_shape[tensor.prepend_axis_num]:
+        return f"{tensor.global_shape[tensor.prepend_axis_num]} rows", f"at least the {rows} real ones"
     return None
 
 
@@ -266,6 +342,32 @@ def _place(shard: Shard, data: torch.Tensor, owner: torch.Tensor, prepended: int
         shape=(1,) * prepended + tuple(data.shape),
         stride=(_extent(data),) * prepended + data.stride(),
         relative_offset=data.storage_offset() - owner.storage_offset(),
+    )
+
+
+def _cut_padding(
+    entry: ShardEntry, placed: _Placed, axis: int, rows: int
+) -> tuple[ShardEntry, _Placed, list[_Placed]]:
+    """The shard without the rows behind the real ones, and those: the rest of this shard, if any."""
+    box = entry.box
+    real = min(max(rows - box.offset[axis], 0), box.shape[axis])
+
+    def with_rows(count: int) -> tuple[int, ...]:
+        return (*box.shape[:axis], count, *box.shape[axis + 1 :])
+
+    cut = entry._replace(
+        box=Box(box.offset, with_rows(real)),
+        global_shape=(*entry.global_shape[:axis], rows, *entry.global_shape[axis + 1 :]),
+    )
+    behind = replace(
+        placed,
+        shape=with_rows(box.shape[axis] - real),
+        relative_offset=placed.relative_offset + real * placed.stride[axis],
+    )
+    return (
+        cut,
+        replace(placed, shard=cut.shard, shape=cut.box.shape),
+        [behind] if real < box.shape[axis] else [],
     )
 
 

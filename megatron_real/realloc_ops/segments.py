@@ -6,7 +6,8 @@ they were copied to the host first. Sizes are booked in a `MemoryLedger` before 
 
 Invariants (tests/unit/realloc_ops/test_segments.py):
     - after `free`, storages hold zero bytes and the ledger holds none for the set;
-    - a set is either allocated as a whole or not at all, also when an allocation fails half-way;
+    - when `allocate` fails half-way nothing of the set is allocated; only an in-place reallocation, which goes segment
+      by segment, leaves a part of a set allocated, and the ledger then holds just that part;
     - adopting changes no value, and afterwards no parameter's memory is outside a segment.
 """
 
@@ -19,6 +20,7 @@ import torch
 
 from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import CapacityError, PlanError, Problem, RealError, raise_problems
+from megatron_real.realloc_ops.host_memory import HostBuffer, require_host_bytes
 
 __all__ = ["BufferSegments", "Segment", "SegmentSet", "layer_group"]
 
@@ -53,7 +55,7 @@ class Segment:
         self.name = name
         self.flat = flat
         self.num_bytes = storage_bytes
-        self._host: torch.Tensor | None = None
+        self._host: HostBuffer | None = None
 
     @property
     def allocated_bytes(self) -> int:
@@ -61,7 +63,7 @@ class Segment:
 
     @property
     def host_bytes(self) -> int:
-        return 0 if self._host is None else int(self._host.untyped_storage().nbytes())
+        return 0 if self._host is None else int(self._host.data.nbytes)
 
     def allocate(self) -> None:
         if not self.allocated_bytes:
@@ -70,15 +72,19 @@ class Segment:
     def free(self) -> None:
         self.flat.untyped_storage().resize_(0)
 
-    def save_to_host(self) -> None:
+    def reserve_host(self) -> None:
+        """Take host memory, page-locked for a CUDA segment, unless the segment has it already."""
         if self._host is None:
-            pin = self.flat.device.type == "cuda"
-            self._host = torch.empty(self.flat.numel(), dtype=self.flat.dtype, device="cpu", pin_memory=pin)
-        self._host.copy_(self.flat, non_blocking=True)
+            self._host = HostBuffer(self.name, self.num_bytes, lock=self.flat.device.type == "cuda")
+
+    def save_to_host(self) -> None:
+        self.reserve_host()
+        assert self._host is not None
+        self._host.data.view(self.flat.dtype).copy_(self.flat, non_blocking=True)
 
     def load_from_host(self) -> None:
         assert self._host is not None, f"segment {self.name} was never saved to the host"
-        self.flat.copy_(self._host, non_blocking=True)
+        self.flat.copy_(self._host.data.view(self.flat.dtype), non_blocking=True)
 
     def drop_host(self) -> None:
         self._host = None
@@ -87,12 +93,21 @@ class Segment:
 class _SegmentStore:
     """What `SegmentSet` and `BufferSegments` have in common."""
 
-    def __init__(self, segments: Sequence[Segment], *, owner: str, ledger: MemoryLedger | None) -> None:
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        *,
+        owner: str,
+        ledger: MemoryLedger | None,
+        host_ledger: MemoryLedger | None,
+    ) -> None:
         self.segments = tuple(segments)
         self.owner = owner
-        """Name in the ledger."""
+        """Name in the ledgers."""
         self._ledger = ledger
+        self._host_ledger = host_ledger
         self._has_host_copy = False
+        self._by_storage = {segment.flat.untyped_storage()._cdata: segment for segment in self.segments}
 
     @property
     def nbytes(self) -> int:
@@ -113,19 +128,51 @@ class _SegmentStore:
         Raises:
             CapacityError: they do not fit, by the ledger or by the device; then none is allocated.
         """
-        if self.allocated_bytes == self.nbytes:
+        missing_bytes = self.nbytes - self.allocated_bytes
+        if not missing_bytes:
             return
         if self._ledger is not None:
-            self._ledger.reserve(self.owner, self.nbytes)
+            self._ledger.reserve(self.owner, missing_bytes)
         try:
             for segment in self.segments:
                 segment.allocate()
         except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, a plain RuntimeError on CPU
             self.free()
-            raise CapacityError(
-                f"{self.owner}: the device could not allocate {self.nbytes:,} bytes of parameters ({error}). Lower "
-                "cluster.device_memory to what is really free, so that the plan is refused beforehand."
-            ) from error
+            raise self._refused(missing_bytes, error) from error
+
+    def allocate_segment(self, segment: Segment) -> None:
+        """Allocate one segment of the set, contents undefined; nothing happens if it is allocated.
+
+        Raises:
+            CapacityError: it does not fit, by the ledger or by the device.
+        """
+        if segment.allocated_bytes:
+            return
+        if self._ledger is not None:
+            self._ledger.reserve(self.owner, segment.num_bytes)
+        try:
+            segment.allocate()
+        except RuntimeError as error:
+            if self._ledger is not None:
+                self._ledger.release(self.owner, segment.num_bytes)
+            raise self._refused(segment.num_bytes, error) from error
+
+    def free_segment(self, segment: Segment) -> None:
+        """Free one segment of the set; nothing happens if it is freed."""
+        num_bytes = segment.allocated_bytes
+        segment.free()
+        if self._ledger is not None and num_bytes:
+            self._ledger.release(self.owner, num_bytes)
+
+    def segment_of(self, tensor: torch.Tensor) -> Segment | None:
+        """The segment that a tensor lies in, allocated or not; None if it is outside the set."""
+        return self._by_storage.get(tensor.untyped_storage()._cdata)
+
+    def _refused(self, num_bytes: int, error: RuntimeError) -> CapacityError:
+        return CapacityError(
+            f"{self.owner}: the device could not allocate {num_bytes:,} bytes of parameters ({error}). Lower "
+            "cluster.device_memory to what is really free, so that the plan is refused beforehand."
+        )
 
     def free(self) -> None:
         """Free all segments; their contents are lost, tensors that point into them stay valid objects."""
@@ -142,12 +189,14 @@ class _SegmentStore:
 
         Raises:
             RealError: the segments are freed, so there is nothing to copy.
+            CapacityError: there is not enough host memory; nothing is freed then.
         """
         if self.allocated_bytes != self.nbytes:
             raise RealError(
                 f"{self.owner}: found its segments freed; expected them allocated when moving to the host."
             )
         if not (unchanged and self._has_host_copy):
+            self._reserve_host()
             for segment in self.segments:
                 segment.save_to_host()
             self._synchronize()
@@ -156,6 +205,9 @@ class _SegmentStore:
 
     def from_host(self, *, keep: bool = True) -> None:
         """Allocate the segments and copy the contents back.
+
+        On CUDA it returns at once unless the host memory is given back: what the current stream does next comes after
+        the copies.
 
         Args:
             keep: keep the host memory for the next `to_host`; pinned memory is slow to allocate.
@@ -169,15 +221,32 @@ class _SegmentStore:
         self.allocate()
         for segment in self.segments:
             segment.load_from_host()
-        self._synchronize()
         if not keep:
             self.drop_host()
 
     def drop_host(self) -> None:
-        """Give the host memory back."""
+        """Give the host memory back, when no copy from it is under way any more."""
+        if self._has_host_copy:
+            self._synchronize()
         for segment in self.segments:
             segment.drop_host()
         self._has_host_copy = False
+        if self._host_ledger is not None:
+            self._host_ledger.free(self.owner)
+
+    def _reserve_host(self) -> None:
+        """Make room on the host for what has no host memory yet."""
+        missing = [segment for segment in self.segments if not segment.host_bytes and segment.num_bytes]
+        num_bytes = sum(segment.num_bytes for segment in missing)
+        require_host_bytes(self.owner, num_bytes)
+        if self._host_ledger is not None:
+            self._host_ledger.reserve(self.owner, num_bytes)
+        try:
+            for segment in missing:
+                segment.reserve_host()
+        except CapacityError:
+            self.drop_host()
+            raise
 
     def _synchronize(self) -> None:
         for device in {segment.flat.device for segment in self.segments}:
@@ -196,6 +265,8 @@ class SegmentSet(_SegmentStore):
         owner: str,
         group_of: Callable[[str], str] = layer_group,
         ledger: MemoryLedger | None = None,
+        segment_bytes: int | None = None,
+        host_ledger: MemoryLedger | None = None,
     ) -> SegmentSet:
         """Move every parameter and persistent floating-point buffer into new segments and point it there.
 
@@ -206,6 +277,9 @@ class SegmentSet(_SegmentStore):
             owner: name in the ledger, for example ``actor d4t1p1@0-3``.
             group_of: group of a parameter by its name in its module; each (dtype, chunk, group) is one segment.
             ledger: books the bytes of the segments.
+            segment_bytes: makes several segments of a group that is larger, in the order of its parameters; only a
+                parameter that is larger itself exceeds it. An in-place reallocation frees segment by segment.
+            host_ledger: books what `to_host` takes.
 
         Raises:
             PlanError: a parameter is of a tensor type that cannot be re-pointed, or shares its memory with others
@@ -224,13 +298,16 @@ class SegmentSet(_SegmentStore):
             places[place] = [tensor]
             key = (tensor.dtype, tensor.device, f"{chunk}.{group_of(name)}")
             groups.setdefault(key, []).append(places[place])
-        sizes = {key: [_padded(tied[0]) for tied in members] for key, members in groups.items()}
         if ledger is not None:
-            ledger.reserve(owner, sum(sum(sizes[key]) * key[0].itemsize for key in groups))
-        segments = [
-            _adopt_group(f"{owner} {key[2]} {key[0]}", members, sizes[key]) for key, members in groups.items()
-        ]
-        return cls(segments, owner=owner, ledger=ledger)
+            everything = (tied[0] for members in groups.values() for tied in members)
+            ledger.reserve(owner, sum(_padded(tensor) * tensor.element_size() for tensor in everything))
+        segments: list[Segment] = []
+        for (dtype, _, group), members in groups.items():
+            parts = _split(members, segment_bytes)
+            for number, part in enumerate(parts):
+                name = f"{owner} {group} {dtype}" + (f" {number}" if len(parts) > 1 else "")
+                segments.append(_adopt_group(name, part))
+        return cls(segments, owner=owner, ledger=ledger, host_ledger=host_ledger)
 
 
 class BufferSegments(_SegmentStore):
@@ -242,6 +319,7 @@ class BufferSegments(_SegmentStore):
         *,
         owner: str,
         ledger: MemoryLedger | None = None,
+        host_ledger: MemoryLedger | None = None,
     ) -> None:
         """Take over allocated (name, flat tensor) pairs and book them.
 
@@ -250,7 +328,7 @@ class BufferSegments(_SegmentStore):
             CapacityError: they do not fit.
         """
         segments = [Segment(f"{owner} {name}", flat.detach()) for name, flat in buffers]
-        super().__init__(segments, owner=owner, ledger=ledger)
+        super().__init__(segments, owner=owner, ledger=ledger, host_ledger=host_ledger)
         if ledger is not None:
             ledger.reserve(owner, self.allocated_bytes)
 
@@ -308,7 +386,24 @@ def _padded(tensor: torch.Tensor) -> int:
     return int(tensor.numel() + step - 1) // step * step
 
 
-def _adopt_group(name: str, members: Sequence[list[torch.Tensor]], sizes: Sequence[int]) -> Segment:
+def _split(members: list[list[torch.Tensor]], segment_bytes: int | None) -> list[list[list[torch.Tensor]]]:
+    """Consecutive members that together are at most `segment_bytes`, or one member that is larger."""
+    if segment_bytes is None:
+        return [members]
+    parts: list[list[list[torch.Tensor]]] = []
+    room_bytes = -1
+    for tied in members:
+        num_bytes = _padded(tied[0]) * int(tied[0].element_size())
+        if num_bytes > room_bytes:
+            parts.append([])
+            room_bytes = segment_bytes
+        parts[-1].append(tied)
+        room_bytes -= num_bytes
+    return parts
+
+
+def _adopt_group(name: str, members: Sequence[list[torch.Tensor]]) -> Segment:
+    sizes = [_padded(tied[0]) for tied in members]
     first = members[0][0]
     segment = Segment(name, torch.zeros(sum(sizes), dtype=first.dtype, device=first.device))
     start = 0

@@ -1,15 +1,24 @@
 """How a step's bytes get from one rank to another: over `torch.distributed`, or inside one process for tests.
 
 A transport exchanges at most one parcel in each direction at a time and is told when the executor needs the result.
-Messages of a pair match by their order alone, so there are no tags and NCCL and gloo run the same code.
+Messages of a pair match by their order alone, so there are no tags and NCCL and gloo run the same code. That order is
+also why runs over one transport never overlap (`Turns`), and why a transport is given up after a run that failed:
+messages that nobody took would be taken for those of the next run.
+
+Invariants (tests/unit/realloc_ops/test_transports.py, tests/distributed/test_realloc.py):
+    - runs over one transport happen in the order in which they were asked for, whichever threads they are in;
+    - after a failed run a `TorchTransport` refuses every other one;
+    - nothing waits longer than the timeout, and whoever did not come is named.
 """
 
 from __future__ import annotations
 
 import datetime
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +27,7 @@ import torch.distributed as dist
 
 from megatron_real.errors import PeerError, RealError
 
-__all__ = ["LocalNetwork", "Parcel", "Pending", "TorchTransport", "Transport"]
+__all__ = ["LocalNetwork", "Parcel", "Pending", "TorchTransport", "Transport", "Turns"]
 
 _POLL_S = 0.0002
 
@@ -43,8 +52,31 @@ class Pending:
     receive: Parcel | None
     works: list[tuple[Parcel, dist.Work]] = field(default_factory=list)
     """Of `TorchTransport`."""
-    remaining: int = 0
-    """Of `LocalNetwork`: directions that are not complete."""
+    delivered: set[int] = field(default_factory=set)
+    """Of `LocalNetwork`: ids of parcels that are complete."""
+
+    @property
+    def remaining(self) -> int:
+        """Of `LocalNetwork`: directions that are not complete."""
+        return sum(
+            parcel is not None and id(parcel) not in self.delivered for parcel in (self.send, self.receive)
+        )
+
+    def receiving(self) -> Pending:
+        """What is received, to wait for it alone; gloo lets each direction be waited for once."""
+        return Pending(
+            send=None, receive=self.receive, works=self._works_of(self.receive), delivered=self.delivered
+        )
+
+    def sending(self) -> Pending:
+        """What is sent, to wait for it alone."""
+        return Pending(
+            send=self.send, receive=None, works=self._works_of(self.send), delivered=self.delivered
+        )
+
+    def _works_of(self, parcel: Parcel | None) -> list[tuple[Parcel, dist.Work]]:
+        """NCCL may know an exchange as a whole only: then either direction waits for both."""
+        return [item for item in self.works if item[0] is parcel] or self.works
 
 
 class Transport(Protocol):
@@ -52,6 +84,17 @@ class Transport(Protocol):
 
     def staging_device(self) -> torch.device:
         """Where payloads must lie."""
+        ...
+
+    def turn(self) -> AbstractContextManager[object]:
+        """A place in the order of runs over this transport: taken by this call, entered when those before have left.
+
+        Whoever takes it must enter it. A turn inside a turn of the same thread is entered at once.
+        """
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """Say that a run ended half-way, so that messages may be under way that nobody takes."""
         ...
 
     def exchange(self, send: Parcel | None, receive: Parcel | None) -> Pending:
@@ -67,6 +110,54 @@ class Transport(Protocol):
         ...
 
 
+class Turns:
+    """Lets those who take a turn follow each other in the order in which they took it, in whichever threads."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._waiting: deque[_Turn] = deque()
+        self._holder: int | None = None
+        """Thread of the turn that is entered."""
+
+    def take(self) -> AbstractContextManager[object]:
+        """See `Transport.turn`."""
+        with self._condition:
+            if self._holder == threading.get_ident():
+                return nullcontext()
+            turn = _Turn(self)
+            self._waiting.append(turn)
+            return turn
+
+    def enter(self, turn: _Turn) -> None:
+        """Wait until all turns that were taken before are left."""
+        with self._condition:
+            try:
+                self._condition.wait_for(lambda: self._waiting[0] is turn)
+            except BaseException:  # interrupted: those behind must not wait for it
+                self._waiting.remove(turn)
+                self._condition.notify_all()
+                raise
+            self._holder = threading.get_ident()
+
+    def leave(self) -> None:
+        """Let the next one enter."""
+        with self._condition:
+            self._waiting.popleft()
+            self._holder = None
+            self._condition.notify_all()
+
+
+class _Turn:
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def __enter__(self) -> None:
+        self._turns.enter(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._turns.leave()
+
+
 class TorchTransport:
     """Point-to-point over a process group."""
 
@@ -76,6 +167,8 @@ class TorchTransport:
         self._device = device
         self._timeout_s = timeout_s
         self._rank = dist.get_rank()
+        self._turns = Turns()
+        self._given_up: str | None = None
 
     @classmethod
     def connect(cls, group: dist.ProcessGroup, *, timeout_s: float = 600.0) -> TorchTransport:
@@ -97,12 +190,29 @@ class TorchTransport:
     def staging_device(self) -> torch.device:
         return self._device
 
+    def turn(self) -> AbstractContextManager[object]:
+        return self._turns.take()
+
+    def give_up(self, reason: str) -> None:
+        self._given_up = self._given_up or reason
+
     def exchange(self, send: Parcel | None, receive: Parcel | None) -> Pending:
+        """See `Transport.exchange`.
+
+        Raises:
+            RealError: an earlier run over this transport failed.
+            PeerError: the other end is gone.
+        """
+        if self._given_up is not None:
+            raise RealError(
+                f"reallocation on rank {self._rank}: {self._given_up} earlier, so messages of it may be under way "
+                "in this process group. Connect a transport over a new group."
+            )
         operations: list[dist.P2POp] = []
         parcels: list[Parcel] = []
         # Batched: unbatched NCCL operations between two ranks share one stream, so two ranks that both send first
-        # would wait for each other. On gloo a batch is the plain isend and irecv.
-        for parcel, operation in ((send, dist.isend), (receive, dist.irecv)):
+        # would wait for each other. On gloo a batch is the plain irecv and isend.
+        for parcel, operation in ((receive, dist.irecv), (send, dist.isend)):
             if parcel is not None:
                 operations.append(dist.P2POp(operation, parcel.payload, parcel.peer, self._group))
                 parcels.append(parcel)
@@ -118,13 +228,13 @@ class TorchTransport:
         if self._device.type == "cuda":
             self._wait_cuda(pending, deadline_s)
             return
-        for parcel, work in reversed(pending.works):  # what was received first: it can be unpacked
+        for parcel, work in pending.works:
             try:
                 work.wait(datetime.timedelta(seconds=max(deadline_s - time.monotonic(), 0.001)))
             except RuntimeError as error:
                 late = time.monotonic() >= deadline_s
                 what = f"did not complete within {self._timeout_s:g} s" if late else "failed"
-                raise self._peer_error([parcel], what, error) from error
+                raise self._peer_error([parcel], what, error, late=late) from error
 
     def _wait_cuda(self, pending: Pending, deadline_s: float) -> None:
         """Order the current stream behind the exchange, then watch it from the host so that a dead peer is named."""
@@ -138,16 +248,22 @@ class TorchTransport:
         while not done.query():
             if time.monotonic() > deadline_s:
                 parcels = [parcel for parcel in (pending.send, pending.receive) if parcel is not None]
-                raise self._peer_error(parcels, f"did not complete within {self._timeout_s:g} s", None)
+                raise self._peer_error(
+                    parcels, f"did not complete within {self._timeout_s:g} s", None, late=True
+                )
             time.sleep(_POLL_S)
 
-    def _peer_error(self, parcels: list[Parcel], what: str, error: Exception | None) -> PeerError:
+    def _peer_error(
+        self, parcels: list[Parcel], what: str, error: Exception | None, *, late: bool = False
+    ) -> PeerError:
         names = "; ".join(parcel.label for parcel in parcels)
         peers = sorted({parcel.peer for parcel in parcels})
         cause = f" ({error})" if error is not None else ""
         return PeerError(
             f"reallocation on rank {self._rank}: {names} {what}{cause}. "
-            f"Look at rank {', '.join(map(str, peers))} first."
+            f"Look at rank {', '.join(map(str, peers))} first.",
+            peers=peers,
+            late=late,
         )
 
 
@@ -213,8 +329,8 @@ class LocalNetwork:
                     f"{incoming.payload.numel()}."
                 )
             incoming.payload.copy_(outgoing.payload)
-            sender.remaining -= 1
-            receiver.remaining -= 1
+            sender.delivered.add(id(outgoing))
+            receiver.delivered.add(id(incoming))
             self.bytes_by_pair[src, dst] = self.bytes_by_pair.get((src, dst), 0) + outgoing.payload.numel()
             self.messages_by_pair[src, dst] = self.messages_by_pair.get((src, dst), 0) + 1
 
@@ -236,8 +352,14 @@ class _LocalTransport:
     def staging_device(self) -> torch.device:
         return self._network.staging_device()
 
+    def turn(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def give_up(self, reason: str) -> None:
+        """Nothing: whoever makes a run fail in one process makes another network."""
+
     def exchange(self, send: Parcel | None, receive: Parcel | None) -> Pending:
-        pending = Pending(send=send, receive=receive, remaining=(send is not None) + (receive is not None))
+        pending = Pending(send=send, receive=receive)
         self._network.deliver(self._rank, pending)
         return pending
 

@@ -36,6 +36,7 @@ CASES = [
     (SyntheticLayout(tp=2, dp=2), SyntheticLayout(tp=2, dp=2)),
 ]
 """Splits, merges, uneven and interleaved stages, disjoint and overlapping windows, idle ranks, a change of dtype."""
+ORDERS = ("fused", "layers", "in_place")
 
 
 def _make_executor(
@@ -44,12 +45,13 @@ def _make_executor(
     group: dist.ProcessGroup,
     ledger: MemoryLedger,
     timeout_s: float = 30.0,
+    **options: object,
 ) -> ReallocExecutor:
     src = gather_tables(here.shards.entries if here else (), group)
     dst = gather_tables(there.shards.entries if there else (), group)
     rank = dist.get_rank()
     return ReallocExecutor(
-        build_realloc_plan(src, dst, bucket_bytes=_BUCKET_BYTES, rank=rank).of(rank),
+        build_realloc_plan(src, dst, bucket_bytes=_BUCKET_BYTES, rank=rank, **options).of(rank),
         src=here.shards if here else None,
         dst=there.shards if there else None,
         transport=TorchTransport.connect(group, timeout_s=timeout_s),
@@ -65,11 +67,13 @@ def _run_cases() -> list[ReallocReport]:
     group = dist.new_group(backend="gloo")
     model = SyntheticModel(layers=5, hidden=16, ffn=32, tied=True, fp32_bias=True, kv_groups=4)
     reports: list[ReallocReport] = []
-    for here_layout, there_layout in CASES:
+    for number, (here_layout, there_layout) in enumerate(CASES):
         here = build_copy(model, here_layout, dist.get_rank())
         there = build_copy(model, there_layout, dist.get_rank())
         ledger = MemoryLedger()
-        executor = _make_executor(here, there, group, ledger)
+        executor = _make_executor(
+            here, there, group, ledger, order=ORDERS[number % 3], devices_per_node=2 if number % 2 else None
+        )
         narrowest = _BF16 if _BF16 in (here_layout.dtype, there_layout.dtype) else torch.float32
         if here:
             here.fill()
@@ -149,3 +153,81 @@ def test_a_problem_on_one_rank_ends_the_gathering_on_all() -> None:
         assert text.startswith("PeerError")
         assert "ranks [1]" in text
         assert "fc1.weight: found a copy" in text
+
+
+def _stream_beside_collectives() -> tuple[list[int], ReallocReport]:
+    """Two models arrive in the background, one behind the other, while another group is busy in this thread."""
+    group, busy = (dist.new_group(backend="gloo") for _ in range(2))
+    transport = TorchTransport.connect(group, timeout_s=30.0)
+    model = SyntheticModel(layers=5, hidden=16, ffn=32, tied=True, kv_groups=4)
+    executors, targets = [], []
+    for layouts in (
+        (SyntheticLayout(tp=4), SyntheticLayout(dp=4)),
+        (SyntheticLayout(dp=2), SyntheticLayout(tp=4)),
+    ):
+        here, there = (build_copy(model, layout, dist.get_rank()) for layout in layouts)
+        executor = _make_executor(here, there, group, MemoryLedger(), order="layers")
+        executor._transport = transport
+        executors.append(executor)
+        targets.append(there)
+        if here:
+            here.fill()
+        there.poison()
+    streams = [executor.start() for executor in executors]
+    sums = []
+    for _ in range(30):
+        number = torch.ones(1)
+        dist.all_reduce(number, group=busy)
+        sums.append(int(number))
+    for stream, there in zip(streams, targets, strict=True):
+        for item in there.sharded:
+            stream.wait(stream.wave_of(item.data))
+        assert not there.mismatches()
+    first, second = (stream.finish() for stream in streams)
+    assert second.bytes_moved == second.bytes_bound
+    return sums, first
+
+
+def test_streams_run_beside_collectives_of_other_groups() -> None:
+    for sums, report in run_ranks(4, _stream_beside_collectives):
+        assert sums == [4] * 30
+        assert report.bytes_moved == report.bytes_bound > 0
+
+
+def _run_after_a_failure() -> list[str]:
+    """The receiver fails before its second message; afterwards both ends refuse this group, and another one works."""
+    rank = dist.get_rank()
+    model = SyntheticModel(layers=5)
+    here, there = (build_copy(model, SyntheticLayout(start=start), rank) for start in (1, 0))
+    if here:
+        here.fill()
+    executor = _make_executor(here, there, dist.new_group(backend="gloo"), MemoryLedger(), timeout_s=2.0)
+    texts = []
+    exchange, calls = executor._transport.exchange, iter(range(100))
+
+    def fail(*parcels: object) -> object:
+        if rank == 0 and next(calls) == 1:
+            raise MemoryError("the receiver fails")
+        return exchange(*parcels)
+
+    executor._transport.exchange = fail
+    with pytest.raises((MemoryError, PeerError)) as caught:
+        executor.run()
+    texts.append(str(caught.value))
+    executor._transport.exchange = exchange
+    with pytest.raises(RealError, match="over a new group") as caught:
+        executor.run()
+    texts.append(str(caught.value))
+    again = _make_executor(here, there, dist.new_group(backend="gloo"), MemoryLedger())
+    again.run()
+    assert there is None or not there.mismatches()
+    return texts
+
+
+def test_a_failed_run_ends_the_use_of_its_group() -> None:
+    receiver, sender = run_ranks(2, _run_after_a_failure)
+    assert receiver[0] == "the receiver fails"
+    assert "rank 1 to rank 0" in sender[0]
+    assert "Look at rank 0 first" in sender[0]
+    for texts in (receiver, sender):
+        assert "realloc failed or was interrupted earlier" in texts[1]

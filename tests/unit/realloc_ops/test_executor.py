@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_real.device_memory import MemoryLedger
-from megatron_real.errors import CapacityError, PeerError, PlanError, RealError
+from megatron_real.errors import CapacityError, ConfigError, PeerError, PlanError, RealError
 from megatron_real.realloc_ops.executor import ReallocExecutor
 from megatron_real.realloc_ops.local_shards import LocalShards, local_table
 from megatron_real.realloc_ops.plan import ReallocPlan, build_realloc_plan
@@ -127,3 +127,34 @@ def test_a_freed_copy_is_refused_before_anything_moves() -> None:
     with pytest.raises(RealError, match="w: found its storage freed"):
         executors[0].run()
     assert not network.bytes_by_pair
+
+
+@pytest.mark.parametrize("mix", [0.0, -0.1, 1.5])
+def test_shares_outside_the_unit_interval_are_refused(mix: float) -> None:
+    *_, plan, _, network = _pair(32)
+    with pytest.raises(ConfigError, match="expected more than 0 and at most 1"):
+        ReallocExecutor(plan.of(1), src=None, dst=None, transport=network.transport(1), mix=mix)
+
+
+def test_mixing_does_not_go_with_relays() -> None:
+    source = _shards(torch.zeros(8, 4), 0, 8)
+    targets = {rank: _shards(torch.zeros(8, 4), 0, 8) for rank in (2, 3)}
+    plan = build_realloc_plan(
+        ParamTable.of({0: source.entries}),
+        ParamTable.of({rank: shards.entries for rank, shards in targets.items()}),
+        devices_per_node=2,
+    )
+    assert any(message.relayed for message in plan.of(2).sends)
+    with pytest.raises(PlanError, match=r"found mix=0\.5 with a plan of two hops"):
+        ReallocExecutor(plan.of(2), src=None, dst=targets[2], transport=LocalNetwork().transport(2), mix=0.5)
+
+
+def test_nothing_is_received_straight_into_what_is_mixed() -> None:
+    source, target, _, executors, network = _pair(32)
+    target.fill_(100.0)
+    executors[1] = ReallocExecutor(
+        executors[1]._plan, src=None, dst=executors[1]._dst, transport=network.transport(1), mix=0.25
+    )
+    network.run({rank: executor.steps() for rank, executor in executors.items()})
+    assert torch.equal(target, source * 0.25 + 75.0)
+    assert executors[1].report.staging_peak_bytes == 64

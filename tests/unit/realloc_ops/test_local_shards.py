@@ -115,3 +115,24 @@ def test_transposed_tensors_are_placed_by_stride() -> None:
     shards = local_table([_sharded("w", parameter.detach().t())], [("w", parameter)])
     shards.resolve()[shards.entries[0].shard][4, 2] = 1.0
     assert parameter[2, 4] == 1.0
+
+
+def test_rows_behind_the_real_ones_are_padding() -> None:
+    """Of 12 rows over three ranks 7 are real: four, three and none; the rest is zero after a run."""
+    for rank, real in enumerate((4, 3, 0)):
+        parameter = torch.nn.Parameter(torch.full((4, 2), 7.0))
+        part = _sharded("embedding", parameter, global_shape=(12, 2), global_offset=(4 * rank, 0))
+        shards = local_table([part], [("embedding", parameter)], {"embedding": 7})
+        box = Box((4 * rank, 0), (real, 2))
+        assert shards.entries == ((ShardEntry("embedding", box, (7, 2), "float32"),) if real else ())
+        for view in shards.resolve().values():
+            view.fill_(1.0)
+        shards.fill_duplicates()
+        assert parameter[:real].eq(1.0).all()
+        assert parameter[real:].eq(0.0).all()
+
+
+def test_fewer_rows_than_real_ones_are_refused() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4, 2))
+    with pytest.raises(PlanError, match="embedding: found 4 rows; expected at least the 5 real ones"):
+        local_table([_sharded("embedding", parameter)], [("p", parameter)], {"embedding": 5})

@@ -87,6 +87,68 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated() -> None:
         SegmentSet.adopt([_Model()], owner="critic", ledger=MemoryLedger(100))
 
 
+@pytest.mark.parametrize("segment_bytes", [1, 300, 1000, 10**6])
+def test_segments_of_a_bounded_size(segment_bytes: int) -> None:
+    model = _Model()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    whole = SegmentSet.adopt([_Model()], owner="actor")
+    segments = SegmentSet.adopt([model], owner="actor", segment_bytes=segment_bytes)
+    assert segments.nbytes == whole.nbytes
+    largest = max(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    largest = (largest + 127) // 128 * 128
+    assert max(segment.num_bytes for segment in segments.segments) <= max(segment_bytes, largest)
+    assert len({segment.name for segment in segments.segments}) == len(segments.segments)
+    if segment_bytes == 1:
+        assert len(segments.segments) == len(values) - 1, "one for each tensor, but for the tied one"
+    if segment_bytes == 10**6:
+        assert len(segments.segments) == len(whole.segments)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, values[name]), name
+
+
+def test_segments_come_and_go_one_by_one() -> None:
+    model, ledger = _Model(), MemoryLedger()
+    segments = SegmentSet.adopt([model], owner="actor", ledger=ledger, segment_bytes=1)
+    segments.free()
+    for number, segment in enumerate(segments.segments):
+        segments.allocate_segment(segment)
+        segments.allocate_segment(segment)
+        assert (
+            ledger.current_bytes
+            == segments.allocated_bytes
+            == sum(s.num_bytes for s in segments.segments[: number + 1])
+        )
+    segments.free_segment(segments.segments[0])
+    segments.free_segment(segments.segments[0])
+    assert (
+        ledger.current_bytes == segments.allocated_bytes == segments.nbytes - segments.segments[0].num_bytes
+    )
+    ledger.capacity_bytes = ledger.current_bytes
+    with pytest.raises(CapacityError, match="actor asks for"):
+        segments.allocate_segment(segments.segments[0])
+    ledger.capacity_bytes = None
+    segments.allocate()
+    assert ledger.held() == {"actor": segments.nbytes}
+    assert segments.segment_of(model.layers[0].weight) in segments.segments
+    assert segments.segment_of(model.layers[0].cache) is None
+
+
+def test_a_segment_that_the_device_refuses_is_not_booked(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = MemoryLedger()
+    segments = SegmentSet.adopt([_Model()], owner="actor", ledger=ledger)
+    first, last = segments.segments[0], segments.segments[-1]
+    segments.free()
+    segments.allocate_segment(first)
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(last, "allocate", fail)
+    with pytest.raises(CapacityError, match="could not allocate"):
+        segments.allocate_segment(last)
+    assert ledger.current_bytes == first.num_bytes
+
+
 def test_a_failed_allocation_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = MemoryLedger()
     segments = SegmentSet.adopt([_Model()], owner="actor", ledger=ledger)
