@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -70,6 +71,22 @@ MEGATRON = {
 }
 """The actor. Weights start large, so that wrong ones show in the loss."""
 
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+"""Every role with experts. What a token computes depends on no other token; the router's biases follow the counts of a
+minibatch. Losses and limits that are those of a micro-batch are refused (`roles.role_model`)."""
+
+HYBRID = {"hybrid_layer_pattern": "*-**--*-", "num_layers": 8}
+"""Every role a HybridModel of attention and MLP layers."""
+
 PROMPTS = ("The ", "Return ", "A list of", "If not", "Use this function to", "Open", "See also: ", "x")
 
 
@@ -86,6 +103,8 @@ class Case:
     reward_model: bool = False
     """Rewards from a model instead of a function."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
+    reference: str = "function"
+    """Which run of one process it must equal."""
 
     def plan(self) -> dict[str, Any]:
         """As JSON."""
@@ -172,12 +191,14 @@ CASES = (
         num_ranks=4,
         calls={**demo_calls(), "critic_train": place(2, 4, tp=2), "critic_inf": place(0, 4, dp=4, micro=1)},
         critic=SMALL_CRITIC,
+        reference="small critic",
     ),
     Case(
         name="reward model",
         num_ranks=4,
         calls={**demo_calls(), "rew_inf": place(1, 3, tp=2)},
         reward_model=True,
+        reference="reward model",
     ),
     Case(
         name="overlapping windows",
@@ -191,7 +212,58 @@ CASES = (
             "rew_inf": place(0, 1, micro=1),
         },
     ),
+    Case(
+        name="experts, another ep in every call",
+        num_ranks=4,
+        calls={
+            "actor_gen": place(0, 4, dp=4, ep=4, micro=1),
+            "ref_inf": place(0, 2, dp=2, ep=2),
+            "critic_inf": place(2, 4, tp=2, ep=2, etp=1),
+            "actor_train": place(0, 4, dp=2, tp=2, ep=2, etp=1, sp=True),
+            "critic_train": place(0, 4, dp=2, pp=2, ep=2),
+            "rew_inf": reward(4),
+        },
+        megatron=EXPERTS,
+        reference="experts",
+    ),
+    Case(
+        name="experts, ep 1 in generation",
+        num_ranks=4,
+        calls={
+            "actor_gen": place(0, 4, dp=2, tp=2, micro=1),
+            "ref_inf": place(0, 4, pp=2, tp=2),
+            "critic_inf": place(1, 4, dp=3, micro=1),
+            "actor_train": place(0, 4, dp=4, ep=4, micro=1),
+            "critic_train": place(0, 2, tp=2, sp=True),
+            "rew_inf": reward(4),
+        },
+        megatron=EXPERTS,
+        reference="experts",
+    ),
+    Case(
+        name="hybrid",
+        num_ranks=4,
+        calls={
+            "actor_gen": place(0, 4, dp=2, tp=2),
+            "ref_inf": place(0, 4, pp=2, tp=2),
+            "critic_inf": place(2, 4, pp=2, layers=[5, 3]),
+            "actor_train": place(0, 4, tp=2, pp=2, layers=[3, 5], sp=True),
+            "critic_train": place(0, 4, dp=2, pp=2),
+            "rew_inf": reward(4),
+        },
+        megatron=HYBRID,
+        reference="hybrid",
+    ),
 )
+
+REFERENCES: Mapping[str, Mapping[str, Any]] = {
+    "function": {},
+    "small critic": {"critic": SMALL_CRITIC},
+    "reward model": {"reward_model": True},
+    "experts": {"megatron": EXPERTS},
+    "hybrid": {"megatron": HYBRID},
+}
+"""What the runs of one process differ in."""
 
 
 def case_tree(case: Case, folder: Path, iterations: int = ITERATIONS) -> dict[str, Any]:
@@ -287,10 +359,12 @@ def assemble(results: list[dict[str, Any]], when: str) -> dict[str, torch.Tensor
         tensor[tuple(slice(o, o + n) for o, n in zip(box.offset, value.shape, strict=True))] = value
     named: dict[str, torch.Tensor] = {}
     for name, tensor in whole.items():
-        if ".layers." in name:
+        if ".layers." in name and not re.search(r"\.layers\.\d+\.", name):
             named |= {f"{name}[{layer}]": part for layer, part in enumerate(tensor)}
-        else:
+        elif name.endswith(("embedding.word_embeddings.weight", "output_layer.weight")):
             named[name] = tensor[:VOCABULARY]
+        else:
+            named[name] = tensor
     return named
 
 
@@ -376,20 +450,17 @@ def main() -> None:
     good = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        cases = [case for case in CASES if not wanted or case.name in wanted]
         references = {
             kind: run_case(
-                Case(name="reference", num_ranks=1, calls=ONE, **changes), folder / f"reference-{kind}"
+                Case(name="reference", num_ranks=1, calls=ONE, **REFERENCES[kind]),
+                folder / f"reference-{kind}",
             )
-            for kind, changes in (
-                ("function", {}),
-                ("small critic", {"critic": SMALL_CRITIC}),
-                ("reward model", {"reward_model": True}),
-            )
+            for kind in sorted({case.reference for case in cases})
         }
         lines = []
-        for index, case in enumerate(case for case in CASES if not wanted or case.name in wanted):
-            reference = references[case.name if case.name in references else "function"]
-            lines.append(compare(case, reference, run_case(case, folder / str(index))))
+        for index, case in enumerate(cases):
+            lines.append(compare(case, references[case.reference], run_case(case, folder / str(index))))
             print(json.dumps(lines[-1]), flush=True)
         bf16 = (
             []

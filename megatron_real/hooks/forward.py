@@ -31,6 +31,8 @@ from megatron_real.hooks.activations import declared_activations, pass_bytes
 from megatron_real.hooks.logprobs import vocab_parallel_logprobs_and_entropy
 from megatron_real.hooks.model_copy import ModelCopy
 from megatron_real.hooks.padding import PaddedMicrobatch, Positions
+from megatron_real.hooks.patching import applied
+from megatron_real.hooks.routing import ROUTER_PATCHES, padding_mask
 from megatron_real.hooks.schedule import is_last_stage, pad_all, run_schedule
 
 __all__ = ["infer", "train"]
@@ -121,7 +123,13 @@ def train(
     grad_norms: list[float] = []
     steps = [minibatch.microbatches for minibatch in minibatches]
     needed = 0 if copy.ledger is None else pass_bytes(copy, batch, steps, training=True)
-    with copy.parallel.active(), _training_config(copy), declared_activations(copy, needed):
+    counted = ROUTER_PATCHES if copy.config.moe_router_enable_expert_bias else ()
+    with (
+        copy.parallel.active(),
+        _training_config(copy),
+        declared_activations(copy, needed),
+        applied(counted),
+    ):
         for chunk in copy.wrapped:
             chunk.train()
         for number, minibatch in enumerate(minibatches, start=1):
@@ -192,8 +200,10 @@ def _run_model(
         positions = torch.arange(one.length, device=one.device).clamp_(max=copy.role.max_sequence_length - 1)
         positions = positions.expand(one.num_rows, -1)
     compute = _HeadOutputs(copy=copy, one=one, head=head, temperature=temperature, with_entropy=with_entropy)
-    # No mask: attention is causal by itself and padding stands behind the real tokens.
-    return model(one.tokens, positions, None, output_processor=compute)
+    # No attention mask: attention is causal by itself and padding stands behind the real tokens.
+    padding = padding_mask(copy, model, one)
+    others = {} if padding is None else {"padding_mask": padding}
+    return model(one.tokens, positions, None, output_processor=compute, **others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

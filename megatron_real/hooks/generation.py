@@ -18,6 +18,7 @@ Shape legend: b sequences of a micro-batch, V real vocabulary, h hidden size.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.utils import InferenceMode
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import Attention
 
 from megatron_real.backend import Sampling
@@ -123,8 +125,15 @@ def kv_cache_bytes(chunk: torch.nn.Module, num_sequences: int, length: int) -> i
         for module in chunk.modules()
         if isinstance(module, Attention)
     )
+    states: int = sum(
+        math.prod(shape) for mixer in _mixers(chunk) for shape in mixer.mamba_state_shapes_per_request()
+    )
     itemsize: int = next(chunk.parameters()).element_size()
-    return elements * num_sequences * length * itemsize
+    return (elements * length + states) * num_sequences * itemsize
+
+
+def _mixers(chunk: torch.nn.Module) -> list[MambaMixer]:
+    return [module for module in chunk.modules() if isinstance(module, MambaMixer)]
 
 
 def _check(
@@ -137,6 +146,11 @@ def _check(
                 f"copy {copy.key}: found {name}={found} in a generate call; expected {expected}: Megatron's key-value "
                 "cache does not go with it."
             )
+    if layout.pp > 1 and _mixers(copy.chunks[0]):
+        raise PlanError(
+            f"copy {copy.key}: found pp={layout.pp} in a generate call of a model with Mamba layers; expected pp=1: "
+            "Megatron's mixer keeps the state of one batch, and stages decode several in turn."
+        )
     if copy.role.scalar_head:
         raise PlanError(
             f"copy {copy.key}: found a scalar head; expected a language model in a generate call."
@@ -342,6 +356,8 @@ def _decode_all(copy: ModelCopy, links: _Links, decodes: Sequence[_Decode], samp
     """Go round the micro-batches, one position of each at a time, until all are finished."""
     model, vocab_size = copy.chunks[0], copy.role.vocab_size
     positions = torch.arange(max(one.capacity for one in decodes), device=links.device).unsqueeze(0)
+    # A rank that keeps step with another goes on behind its own last token, past the positions that the model knows.
+    positions.clamp_(max=copy.role.max_sequence_length - 1)
     active = list(decodes)
     while active:
         for one in active:

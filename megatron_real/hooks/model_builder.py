@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,16 +26,18 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_real.errors import ConfigError, MegatronCompatError, PlanError, raise_problems
+from megatron_real.hooks.hybrid import LOCAL_SYMBOLS, ProcessedHybridModel, hybrid_spec
+from megatron_real.hooks.hybrid_pattern import stage_pattern
 from megatron_real.hooks.parallel_state import ParallelLayout
 from megatron_real.hooks.scalar_head import ScalarHead
 from megatron_real.layout import Layout
 from megatron_real.model_shape import ModelShape
 
-__all__ = ["RoleModel", "build_chunks", "layout_config", "quiet", "sharded_tensors"]
+__all__ = ["RoleModel", "build_chunks", "layout_config", "quiet", "require_trainable", "sharded_tensors"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,8 @@ class RoleModel:
     init_seed: int = 1234
     use_te: bool = False
     """Layers of TransformerEngine instead of Megatron's own."""
+    hybrid_layer_pattern: str | None = None
+    """Builds `HybridModel` in place of `GPTModel`: a symbol for each layer, without ``|``, which a layout puts in."""
     provider: Callable[..., MegatronModule] | None = None
     """Builds a chunk in place of `GPTModel`, as a launch script's ``model_provider`` does: called with ``config``,
     ``pg_collection``, ``pre_process``, ``post_process`` and ``vp_stage``, under the chunk's layout."""
@@ -95,7 +100,16 @@ class RoleModel:
             experts_per_token=config.moe_router_topk,
             expert_ffn_hidden_size=config.moe_ffn_hidden_size,
             shared_expert_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0,
+            num_dense_layers=_leading_dense_layers(config),
         )
+
+
+def _leading_dense_layers(config: TransformerConfig) -> int:
+    """Layers before the first with experts; a period of every n-th layer counts as none."""
+    frequency = config.moe_layer_freq
+    if config.num_moe_experts is None or isinstance(frequency, int):
+        return 0
+    return next((layer for layer, experts in enumerate(frequency) if experts), len(frequency))
 
 
 def layout_config(role: RoleModel, layout: Layout) -> TransformerConfig:
@@ -123,7 +137,7 @@ def layout_config(role: RoleModel, layout: Layout) -> TransformerConfig:
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp if layout.etp is not None else layout.tp,
-        "pipeline_model_parallel_layout": stages,
+        "pipeline_model_parallel_layout": stages if role.hybrid_layer_pattern is None else None,
         "num_layers_in_first_pipeline_stage": None,
         "num_layers_in_last_pipeline_stage": None,
         "account_for_embedding_in_pipeline_split": False,
@@ -160,12 +174,43 @@ def _check(role: RoleModel, layout: Layout) -> None:
             f"layout {layout} of {role.role}: found cp={layout.cp} without TransformerEngine; expected cp=1. Only its "
             "attention does context parallelism: set cp to 1, or use TransformerEngine's layers."
         )
+    _check_pattern(role)
     for option in ("tp_comm_overlap", "use_mup", "mtp_num_layers", "init_model_with_meta_device"):
         if getattr(role.config, option, None):
             raise ConfigError(
                 f"{role.role}: found {option}={getattr(role.config, option)}; expected it to be off: it is not "
                 "supported in models that live in several layouts."
             )
+
+
+def require_trainable(role: RoleModel, layout: Layout) -> None:
+    """Refuse a layout in which Megatron runs the model but does not train it.
+
+    Raises:
+        PlanError: experts over several tensor-parallel ranks without sequence parallelism.
+    """
+    if role.config.num_moe_experts is not None and layout.tp > 1 and not layout.sp:
+        raise PlanError(
+            f"layout {layout} of {role.role}: found tp={layout.tp} without sp; expected sp in a train call of a model "
+            "with experts: Megatron refuses to train them otherwise. Set sp to true, or tp to 1."
+        )
+
+
+def _check_pattern(role: RoleModel) -> None:
+    pattern = role.hybrid_layer_pattern
+    if pattern is None:
+        return
+    if len(pattern) != role.config.num_layers:
+        raise ConfigError(
+            f"{role.role}: found the layer pattern {pattern!r} with num_layers={role.config.num_layers}; expected a "
+            "symbol for each layer, and no | or /."
+        )
+    foreign = sorted(set(pattern) - set(LOCAL_SYMBOLS))
+    if foreign and not role.use_te:
+        raise ConfigError(
+            f"{role.role}: found the layers {', '.join(foreign)} in the pattern {pattern!r}; expected some of "
+            f"{', '.join(LOCAL_SYMBOLS)}: the others need TransformerEngine."
+        )
 
 
 def _stage_list(layout: Layout) -> list[list[str]]:
@@ -213,10 +258,17 @@ def _build_chunk(
         "post_process": last,
         "vp_stage": index if layout.vpp > 1 else None,
     }
-    chunk = role.provider(**common) if role.provider is not None else _gpt_model(role, **common)
+    build = (
+        _gpt_model if role.hybrid_layer_pattern is None else functools.partial(_hybrid_model, layout=layout)
+    )
+    chunk = role.provider(**common) if role.provider is not None else build(role, **common)
     if last and role.scalar_head:
         chunk.output_layer = ScalarHead(config, groups)
     chunk.to(dtype=config.params_dtype)  # norms are made in fp32
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter):
+            # At its first pass the router would put its fp32 biases into new storage, of another dtype than is known.
+            module._maintain_float32_expert_bias()
     for parameter in chunk.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return chunk
@@ -225,7 +277,7 @@ def _build_chunk(
 def _gpt_model(role: RoleModel, *, config: TransformerConfig, **common: Any) -> MegatronModule:
     return GPTModel(
         config=config,
-        transformer_layer_spec=_layer_spec(role, config),
+        transformer_layer_spec=_layer_spec(role, config, common["vp_stage"]),
         vocab_size=role.padded_vocab_size,
         max_sequence_length=role.max_sequence_length,
         parallel_output=True,
@@ -239,7 +291,37 @@ def _gpt_model(role: RoleModel, *, config: TransformerConfig, **common: Any) -> 
     )
 
 
-def _layer_spec(role: RoleModel, config: TransformerConfig) -> ModuleSpec:
+def _hybrid_model(
+    role: RoleModel, *, config: TransformerConfig, layout: Layout, **common: Any
+) -> MegatronModule:
+    assert role.hybrid_layer_pattern is not None
+    try:
+        return ProcessedHybridModel(
+            config=config,
+            hybrid_stack_spec=hybrid_spec(config, use_te=role.use_te),
+            vocab_size=role.padded_vocab_size,
+            max_sequence_length=role.max_sequence_length,
+            hybrid_layer_pattern=stage_pattern(role.hybrid_layer_pattern, layout),
+            parallel_output=True,
+            share_embeddings_and_output_weights=role.ties,
+            position_embedding_type=role.position_embedding_type,
+            rotary_base=role.rotary_base,
+            rotary_percent=role.rotary_percent,
+            **common,
+        )
+    except ImportError as error:  # Mamba's kernels
+        raise MegatronCompatError(f"{role.role}: its layers cannot be built here: {error}") from error
+
+
+def _layer_spec(role: RoleModel, config: TransformerConfig, vp_stage: int | None) -> Any:
+    if config.moe_layer_freq != 1:  # layers differ: Megatron picks those of the active layout's stage
+        return gpt_layer_specs.get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=role.use_te,
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
     options = {
         "num_experts": config.num_moe_experts,
         "moe_grouped_gemm": config.moe_grouped_gemm,

@@ -153,5 +153,6 @@ def _deviation(key: str, config: TransformerConfig) -> float:
     if key.startswith("embedding."):
         return float(config.embedding_init_method_std or config.init_method_std)
     if key.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        return float(config.init_method_std / math.sqrt(2.0 * config.num_layers))
+        branches = 1.0 if config.is_hybrid_model else 2.0  # of a layer, that end in the residual stream
+        return float(config.init_method_std / math.sqrt(branches * config.num_layers))
     return float(config.init_method_std)

@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.training import get_megatron_optimizer_config
 
 from megatron_real.errors import ConfigError, Problem, raise_problems
+from megatron_real.hooks.hybrid_pattern import bare_pattern, num_layers
 from megatron_real.hooks.install import install
 from megatron_real.hooks.model_builder import RoleModel
 from megatron_real.hooks.overrides import read_overrides
@@ -65,9 +67,23 @@ ARCHITECTURE: tuple[str, ...] = (
     "untie_embeddings_and_output_weights",
     "vocab_size",
     "num_experts",
+    "moe_layer_freq",
     "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
     "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
     "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "hybrid_layer_pattern",
 )
 """Megatron arguments that decide which parameters a model has and what it computes."""
 
@@ -96,6 +112,8 @@ _FLAT_LAYOUT = {
 """What a placement decides: taken out of the arguments, to be put in again for each copy."""
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+_BALANCING_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+_BALANCING = ("none", *_BALANCING_LOSSES)
 _DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 _WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 _WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
@@ -149,6 +167,8 @@ def architecture_of(args: Namespace) -> dict[str, Any]:
     if known.get("vocab_size", 0) is None:
         # Megatron keeps only the padded size when a tokenizer decides: such a checkpoint does not say.
         del known["vocab_size"]
+    if known.get("hybrid_layer_pattern"):
+        known["hybrid_layer_pattern"] = bare_pattern(known["hybrid_layer_pattern"])
     return known
 
 
@@ -197,6 +217,9 @@ def _size_problems(args: Namespace) -> Iterator[Problem]:
 
 def _derive(args: Namespace, changes: Mapping[str, Any]) -> None:
     """Redo what `validate_args` derives from the arguments that an override changed."""
+    if args.hybrid_layer_pattern:
+        args.hybrid_layer_pattern = bare_pattern(args.hybrid_layer_pattern)
+        args.num_layers = num_layers(args.hybrid_layer_pattern)
     if changes.keys() & {"bf16", "fp16"}:
         args.params_dtype = torch.bfloat16 if args.bf16 else torch.half if args.fp16 else torch.float
     constant = args.weight_decay_incr_style == "constant"
@@ -245,6 +268,7 @@ def role_model(
         config = core_transformer_config_from_args(flat)
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"models.{role}: Megatron refuses its arguments: {_reason(error)}.") from error
+    raise_problems(_microbatch_problems(config), subject=f"models.{role}", error=ConfigError)
     return RoleModel(
         role=role,
         config=config,
@@ -262,7 +286,41 @@ def role_model(
         rope_scaling_factor=args.rope_scaling_factor,
         init_seed=seed,
         use_te=use_te,
+        hybrid_layer_pattern=args.hybrid_layer_pattern,
     )
+
+
+def _microbatch_problems(config: TransformerConfig) -> Iterator[Problem]:
+    """Options of experts by which a token's result depends on the tokens that share its micro-batch.
+
+    A plan decides what shares a micro-batch, and no number may depend on the plan. What is left routes each token by
+    itself; biases of the router are updated from the counts of a whole minibatch, without padding.
+    """
+    if config.num_moe_experts is None:
+        return
+    kinds = config.moe_router_load_balancing_type
+    coefficients = config.moe_aux_loss_coeff
+    pairs = zip(
+        kinds if isinstance(kinds, list) else [kinds],
+        coefficients if isinstance(coefficients, list) else [coefficients],
+        strict=False,
+    )
+    losses = [kind for kind, coefficient in pairs if kind in _BALANCING_LOSSES and coefficient]
+    foreign = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind not in _BALANCING]
+    checks = (
+        (
+            "--moe-aux-loss-coeff",
+            losses and config.moe_aux_loss_coeff,
+            "0: the loss is that of a micro-batch",
+        ),
+        ("--moe-router-load-balancing-type", foreign and kinds, f"one of {', '.join(_BALANCING)}"),
+        ("--moe-z-loss-coeff", config.moe_z_loss_coeff, "none: the loss is that of a micro-batch"),
+        ("--moe-expert-capacity-factor", config.moe_expert_capacity_factor, "none: no token may be dropped"),
+        ("--moe-input-jitter-eps", config.moe_input_jitter_eps, "none: it is random"),
+    )
+    for flag, found, expected in checks:
+        if found:
+            yield Problem(path=flag, found=str(found), expected=expected)
 
 
 def optimizer_config(role: str, args: Namespace) -> OptimizerConfig:

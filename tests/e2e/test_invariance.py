@@ -59,6 +59,47 @@ def test_plan_does_not_change_numbers(reference: Any, tmp_path: Path, name: str)
     assert line["max_rel_err_update"] > 0, "compared with itself"
 
 
+def other_models() -> dict[str, tuple[int, dict[str, Any], dict[str, Any]]]:
+    """Ranks, calls and Megatron's arguments of actors beyond dense GPTs; the other roles are of the same kind."""
+    from benchmarks import invariance
+
+    place = invariance.place
+    experts = {
+        "actor_gen": place(0, 4, dp=4, ep=4, micro=1),
+        "ref_inf": place(0, 2, dp=2, ep=2),
+        "critic_inf": place(2, 4, tp=2, ep=2, etp=1),
+        "actor_train": place(0, 4, dp=2, tp=2, ep=2, etp=1, sp=True),
+        "critic_train": place(1, 3, pp=2),
+        "rew_inf": place(0, 1, micro=1),
+    }
+    hybrid = {
+        "actor_gen": place(0, 4, dp=2, tp=2),
+        "ref_inf": place(0, 4, pp=2, tp=2),
+        "critic_inf": place(2, 4, pp=2, layers=[3, 1]),
+        "actor_train": place(0, 4, tp=2, pp=2, layers=[1, 3], sp=True),
+        "critic_train": place(0, 4, dp=2, pp=2),
+        "rew_inf": place(0, 1, micro=1),
+    }
+    pattern = {"hybrid_layer_pattern": "*-E*", "num_layers": 4}
+    return {
+        "experts": (4, experts, dict(invariance.EXPERTS)),
+        "hybrid": (4, hybrid, {**invariance.EXPERTS, **pattern}),
+    }
+
+
+@pytest.mark.parametrize("name", ["experts", "hybrid"])
+def test_experts_and_hybrid_models(cpu_device: None, tmp_path: Path, name: str) -> None:
+    from benchmarks import invariance
+
+    num_ranks, calls, megatron = other_models()[name]
+    reference = run("reference", 1, invariance.ONE, tmp_path / "reference", **megatron)[1]
+    case, results = run(name, num_ranks, calls, tmp_path / "plan", **megatron)
+    line = invariance.compare(case, reference, results)
+    assert line["optimizer_steps"] == 2
+    assert line["ok"], line
+    assert line["max_rel_err_update"] > 0, "compared with itself"
+
+
 def test_bf16_is_bit_equal_without_resident_weights(cpu_device: None, tmp_path: Path) -> None:
     from benchmarks import invariance
 

@@ -110,6 +110,59 @@ def test_gradients_are_averaged_whatever_the_flag_says(parsed: list[Namespace]) 
     assert model.config.calculate_per_token_loss is False
 
 
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
+            r"--moe-aux-loss-coeff: found 0\.01; expected 0: the loss is that of a micro-batch",
+        ),
+        (
+            {"moe_router_load_balancing_type": "sinkhorn"},
+            r"balancing-type: found sinkhorn; expected one of none, ",
+        ),
+        ({"moe_z_loss_coeff": 1e-3}, r"--moe-z-loss-coeff: found 0\.001"),
+        (
+            {"moe_expert_capacity_factor": 1.0},
+            r"capacity-factor: found 1\.0; expected none: no token may be dropped",
+        ),
+        ({"moe_input_jitter_eps": 1e-2}, r"--moe-input-jitter-eps: found 0\.01"),
+    ],
+)
+def test_what_depends_on_the_tokens_of_a_microbatch_is_refused(
+    parsed: list[Namespace], changes: dict[str, Any], message: str
+) -> None:
+    def model(**more: Any) -> Any:
+        args = Namespace(**{**vars(parsed[0]), **EXPERTS, **more})
+        return roles.role_model("actor", args, scalar_head=False, tp_sizes=[1], seed=1, use_te=False)
+
+    assert model(moe_router_load_balancing_type="aux_loss").config.num_moe_experts == 4
+    with pytest.raises(ConfigError, match=message):
+        model(**changes)
+
+
+def test_a_hybrid_pattern_decides_the_number_of_layers(parsed: list[Namespace]) -> None:
+    base = Namespace(**{**vars(parsed[0]), "hybrid_layer_pattern": "*-|*-*-"})
+    args = roles.role_arguments(base, role="actor")
+    model = roles.role_model("actor", args, scalar_head=False, tp_sizes=[1], seed=1, use_te=False)
+    assert (model.hybrid_layer_pattern, model.config.num_layers, model.config.is_hybrid_model) == (
+        "*-*-*-",
+        6,
+        True,
+    )
+    args = _critic(base, hybrid_layer_pattern="*-")
+    assert (args.hybrid_layer_pattern, args.num_layers) == ("*-", 2)
+    stored = Namespace(**{**vars(base), "hybrid_layer_pattern": "*-*-|*-", "num_layers": 6})
+    check_architecture("actor", roles.role_arguments(base, role="actor"), stored, Path("stored"))
+
+
 def test_warm_up_by_fraction(parsed: list[Namespace]) -> None:
     args = _critic(parsed[0], lr=1.0, lr_warmup_fraction=0.5)
     assert _rates(args, 8) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]

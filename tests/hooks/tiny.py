@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copying
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_real.hooks.cpu_device import install_cpu_device
 from megatron_real.hooks.model_builder import RoleModel, sharded_tensors
@@ -22,8 +26,11 @@ from megatron_real.layout import parse_placement
 from megatron_real.plan import CopyKey
 
 __all__ = [
+    "NoAttention",
     "cut",
     "descent",
+    "experts",
+    "latent_role",
     "layouts",
     "local_boxes",
     "make_copy",
@@ -59,10 +66,11 @@ def tiny_role(role: str = "actor", *, dtype: torch.dtype = torch.float32, **chan
     }
     options.update({name: value for name, value in changes.items() if name not in fields})
     own = {name: value for name, value in changes.items() if name in fields}
+    config_type = MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig
     return RoleModel(
         **{
             "role": role,
-            "config": TransformerConfig(**options),
+            "config": config_type(**options),
             "vocab_size": 120,
             "padded_vocab_size": 128,
             "max_sequence_length": 64,
@@ -70,6 +78,69 @@ def tiny_role(role: str = "actor", *, dtype: torch.dtype = torch.float32, **chan
             **own,
         }
     )
+
+
+def experts(**changes: Any) -> dict[str, Any]:
+    """Changes for `tiny_role`: four experts in every layer, two for each token, none of them dropping any."""
+    return {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 32,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        **changes,
+    }
+
+
+class NoAttention(torch.nn.Module):
+    """In place of TransformerEngine's attention, where Megatron's own cannot be built; it has no parameters either.
+
+    Megatron's `DotProductAttention` refuses cp > 1, and the arguments of latent attention:
+    "DotProductAttention.__init__() got an unexpected keyword argument 'k_channels'".
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+
+def latent_role(*, fused: bool = False, **changes: Any) -> RoleModel:
+    """Latent attention that can be built and moved here, but not computed; `fused` joins its down projections."""
+    role = tiny_role(
+        **{
+            "multi_latent_attention": True,
+            "num_query_groups": 8,
+            "rope_type": "rope",
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_head_dim": 8,
+            "qk_pos_emb_head_dim": 8,
+            "v_head_dim": 8,
+            "qk_layernorm": True,
+            "mla_down_proj_fusion": fused,
+            **changes,
+        }
+    )
+
+    def provider(*, config: TransformerConfig, **common: Any) -> GPTModel:
+        spec = copying.deepcopy(
+            get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm")
+        )
+        attention = spec.submodules.self_attention
+        attention.submodules.core_attention = NoAttention
+        if fused:
+            attention.module = FusedMLASelfAttention
+            attention.submodules.linear_qkv_down_proj = attention.submodules.linear_q_down_proj
+            attention.submodules.linear_q_down_proj = attention.submodules.linear_kv_down_proj = None
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=role.padded_vocab_size,
+            max_sequence_length=role.max_sequence_length,
+            position_embedding_type="rope",
+            **common,
+        )
+
+    return dataclasses.replace(role, provider=provider)
 
 
 @contextmanager
