@@ -1,10 +1,14 @@
-"""``megatron-real diff A B``: what two plans decide differently, and what that does to estimates. Needs no torch."""
+"""``megatron-real diff A B``: what two plans decide differently, and what that does to estimates. Needs no torch.
+
+Also what it costs to change from A to B in the middle of a run.
+"""
 
 from __future__ import annotations
 
 from megatron_real.cli.planning import compose_options, console, load_plan, split_arguments
 from megatron_real.errors import PlanError
 from megatron_real.plan import Plan
+from megatron_real.plan_search.plan_change import change_cost, change_lines
 from megatron_real.plan_search.report import decisions_table, differences_table
 
 __all__ = ["main"]
@@ -51,4 +55,9 @@ def main(argv: list[str]) -> int:
     decisions = decisions_table(estimates[0], estimates[1], names)
     shown.print(decisions if decisions is not None else "decisions: no difference")
     shown.print(differences_table(estimates[0], estimates[1], names))
+    gain_s = estimates[0].period_s - estimates[1].period_s
+    programs = [estimate.program for estimate in estimates]
+    cost = change_cost(programs[0], programs[1], loaded.planner.prices.moves, gain_s=gain_s)
+    for line in change_lines(cost):
+        shown.print(line, markup=False)
     return 0

@@ -12,6 +12,7 @@ Invariants (tests/e2e/test_checkpoints.py):
 
 from __future__ import annotations
 
+import contextlib
 import copy as copy_module
 import pickle
 import shutil
@@ -261,7 +262,9 @@ def _known_shapes(model: RoleModel) -> dict[str, _Shape]:
     hidden, layers, heads = config.hidden_size, config.num_layers, config.num_attention_heads
     shapes: dict[str, _Shape] = {
         "embedding.word_embeddings.weight": (None, hidden),
-        "decoder.final_layernorm.weight": (hidden,),
+        f"decoder.{'final_layernorm' if model.hybrid_layer_pattern is None else 'final_norm'}.weight": (
+            hidden,
+        ),
     }
     if not (model.scalar_head or model.ties):
         shapes["output_layer.weight"] = (None, hidden)
@@ -310,11 +313,18 @@ def save_copy(copy: ModelCopy | None, folder: Path, iteration: int, args: Namesp
     """Write one model with its optimizer as a checkpoint that Megatron's own `load_checkpoint` reads.
 
     Collective over WORLD; ranks outside the copy's mesh pass None. `owner` is a rank inside the mesh: what the
-    optimizer keeps besides tensors is brought from it to rank 0, which writes it.
+    optimizer keeps besides tensors is brought from it to rank 0, which writes it. Optimizer state that rests on the
+    host is on the device while it is saved.
 
     Raises:
         OSError: the folder cannot be written.
+        CapacityError: state that rests on the host does not fit on the device beside what is there.
     """
+    with copy.with_state() if copy is not None else contextlib.nullcontext():
+        _save(copy, folder, iteration, args, owner)
+
+
+def _save(copy: ModelCopy | None, folder: Path, iteration: int, args: Namespace, owner: int) -> None:
     target = folder / f"iter_{iteration:07d}"
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)  # of a save that was not finished, perhaps by more ranks

@@ -3,89 +3,47 @@
 Modules are built once and never again; only the storage of their parameters comes and goes. A frozen copy's parameters
 lie in segments of our own; a trainable copy's lie in the flat buffers of Megatron's DistributedDataParallel, which are
 segments too, freed whole. Weights of a trainable copy may be dropped and rebuilt from the distributed optimizer's main
-parameters, so that optimizer state never moves.
+parameters, so that optimizer state never moves. The optimizer's state may rest on the host, by itself or while the
+weights are dropped too; then it comes back first. A frozen copy may be filled from the host store of its node.
 
-Invariants (tests/hooks/test_model_copy.py):
+Invariants (tests/hooks/test_model_copy.py, tests/hooks/test_offload.py):
     - without residence the storages are zero bytes and the ledger holds none for the parameters;
-    - `reload` gives back the bits that `offload` found, from the host and from the main parameters;
-    - an optimizer step after weights arrived starts from those weights.
+    - `reload` gives back the bits that `offload` found, from the host, the node's store and the main parameters;
+    - an optimizer step after weights arrived starts from those weights;
+    - weights that are in the node's store are not kept on the host a second time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_real.device_memory import MemoryLedger
-from megatron_real.errors import ConfigError, PlanError, RealError
+from megatron_real.errors import CapacityError, ConfigError, PlanError, RealError
 from megatron_real.hooks import model_init
 from megatron_real.hooks.model_builder import RoleModel, build_chunks, layout_config, quiet, sharded_tensors
 from megatron_real.hooks.parallel_state import ParallelLayout
+from megatron_real.hooks.state_offload import StateOffload
+from megatron_real.hooks.training_options import Training, require_droppable, require_state_movable
+from megatron_real.hooks.weight_rebuild import WeightRebuild
 from megatron_real.plan import CopyKey
+from megatron_real.realloc_ops.host_store import NodeStore, StoreReport
 from megatron_real.realloc_ops.local_shards import LocalShards, local_table
+from megatron_real.realloc_ops.module_caches import refresh_caches
 from megatron_real.realloc_ops.segments import BufferSegments, SegmentSet
 from megatron_real.realloc_ops.versions import VersionStamp
 
-__all__ = ["ModelCopy", "Training", "require_droppable"]
+__all__ = ["ModelCopy", "Training", "require_droppable", "require_state_movable"]
 
 _DDP_LOGGER = "megatron.core.distributed.distributed_data_parallel"
-
-
-def _default_ddp() -> DistributedDataParallelConfig:
-    return DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """What makes a copy trainable."""
-
-    optimizer: OptimizerConfig
-    """Its precision fields are set from the model."""
-    ddp: DistributedDataParallelConfig = field(default_factory=_default_ddp)
-    """The distributed optimizer is always on."""
-
-
-def require_droppable(role: RoleModel, training: Training) -> None:
-    """Check that a trained model's weights can be dropped and rebuilt from the optimizer's main parameters.
-
-    Needs no processes: for plans with `drop_trained_weights`, before anything is built.
-
-    Raises:
-        PlanError: they cannot.
-    """
-    reason = _reason_in_options(role.config, training)
-    if reason is not None:
-        raise _no_dropping(role.role, reason)
-
-
-def _reason_in_options(config: TransformerConfig, training: Training) -> str | None:
-    if config.params_dtype not in (torch.bfloat16, torch.float16):
-        return "fp32 parameters are themselves the main parameters"
-    if config.cuda_graph_impl != "none":
-        return "CUDA graphs hold the addresses of the weights"
-    if training.optimizer.use_precision_aware_optimizer:
-        return "the precision-aware optimizer keeps only what bf16 weights lack (store_param_remainders)"
-    for option in ("fp8_param_gather", "fp4_param_gather", "nccl_ub", "reuse_grad_buf_for_mxfp8_param_ag"):
-        if getattr(training.ddp, option, False):
-            return f"{option} is on"
-    return None
-
-
-def _no_dropping(subject: str, reason: str) -> PlanError:
-    return PlanError(
-        f"{subject}: its weights cannot be rebuilt from the optimizer's main parameters: {reason}. Set "
-        "drop_trained_weights to false for this call."
-    )
 
 
 class ModelCopy:
@@ -99,10 +57,12 @@ class ModelCopy:
         *,
         training: Training | None = None,
         ledger: MemoryLedger | None = None,
+        host_ledger: MemoryLedger | None = None,
     ) -> None:
         """Build the modules, and DDP and the optimizer if trained; the copy is resident, its values are not set.
 
-        Collective over the mesh. Not called on ranks outside it.
+        Collective over the mesh. Not called on ranks outside it. `ledger` is of device memory, `host_ledger` of what
+        this rank keeps for itself on the host.
 
         Raises:
             PlanError: the model cannot be built in this layout.
@@ -114,6 +74,7 @@ class ModelCopy:
         self.parallel = parallel
         self.config = layout_config(role, parallel.layout)
         self.ledger = ledger
+        self._host_ledger = host_ledger
         self._training = training
         self.stamp = VersionStamp(str(key))
         self.chunks: list[MegatronModule] = build_chunks(role, parallel, self.config)
@@ -125,10 +86,11 @@ class ModelCopy:
         """Learning rate and weight decay over optimizer steps; None keeps them constant."""
         self.segments: SegmentSet | BufferSegments
         self._declared: list[str] = []
+        self._state: StateOffload | None = None
+        self._store: NodeStore | None = None
         self._offloaded_to: str | None = None
         self._host_version: int | None = None
-        self._checksum: int | None = None
-        self._rebuild_proven = False
+        self._rebuild: WeightRebuild | None = None
         try:
             if training is None:
                 self._freeze()
@@ -173,12 +135,42 @@ class ModelCopy:
         """Say that the parameters were overwritten from outside, by a load or a reallocation, with `version`.
 
         A trainable copy's main parameters take their values.
+
+        Raises:
+            RealError: the optimizer's state is on the host.
         """
         if self.optimizer is not None:
+            self.require_state("taking new weights")
             with self.parallel.active():
                 self.optimizer.reload_model_params()
+        refresh_caches(self.chunks)
         self._offloaded_to = None
         self.stamp.set(version)
+
+    def load_from_store(self, store: NodeStore, version: int) -> StoreReport:
+        """Fill a frozen copy from its node's store; allocates it first. Not collective.
+
+        From then on `offload("host")` keeps nothing, as long as the store has the weights.
+
+        Raises:
+            PlanError: the copy is trained, or has other tensors than the store.
+            RealError: the store does not have `version`; the copy is left as it was.
+            CapacityError: the copy does not fit.
+        """
+        if self.trainable:
+            raise PlanError(
+                f"copy {self.key}: found a trained copy to be filled from a host store; expected a frozen one. Set "
+                "offload to 'none' or 'host' for its train call."
+            )
+        store.stamp.require(version)
+        self.segments.allocate()
+        with self.stamp.updating(version):
+            report = store.load(self.shards, version=version)
+        self.weights_arrived(version)
+        self._store = store
+        self.segments.drop_host()
+        self._host_version = None
+        return report
 
     # Residence
 
@@ -211,26 +203,37 @@ class ModelCopy:
         """Free the parameters' storage, keeping their values; nothing to do when they are offloaded.
 
         Args:
-            to: ``host``, or ``main_params``: of the optimizer, which has them anyway.
+            to: ``host``; ``node``: the node's store, which has them (``host`` means that too if it has); or
+                ``main_params``: of the optimizer, which has them anyway.
 
         Raises:
-            PlanError: `to` is neither, or the values cannot be rebuilt from the main parameters.
+            PlanError: `to` is none of these, or the values cannot be rebuilt from the main parameters.
+            RealError: there are no weights, or the node's store does not have them.
+            CapacityError: there is not enough host memory.
         """
-        if to not in ("host", "main_params"):
+        if to not in ("host", "node", "main_params"):
             raise PlanError(f"copy {self.key}: found offload to {to!r}; expected 'host' or 'main_params'.")
         if to == "main_params":
-            self._require_rebuildable()
+            self._rebuildable()
         if self._offloaded_to is not None:
             return
         if not self.resident:
             raise RealError(f"copy {self.key}: found no weights to offload; reallocate or load them first.")
-        if to == "host":
-            version = self.stamp.version
+        version = self.stamp.version
+        if to == "host" and self._store is not None and self._store.version == version is not None:
+            to = "node"
+        if to == "node":
+            if self._store is None or version is None:
+                raise RealError(
+                    f"copy {self.key}: found weights that are not of a host store; load them from it."
+                )
+            self._store.stamp.require(version)
+            self.segments.free()
+        elif to == "host":
             self.segments.to_host(unchanged=version is not None and version == self._host_version)
             self._host_version = version
         else:
-            self._checksum = None if self._rebuild_proven else self._sum_bits()
-            self.segments.free()
+            self._rebuildable().drop(self.segments)
         self._offloaded_to = to
 
     def reload(self) -> None:
@@ -239,7 +242,8 @@ class ModelCopy:
         Collective over the data-parallel group after an offload to the main parameters.
 
         Raises:
-            RealError: the copy was freed and not offloaded, or the rebuilt weights are not what they were.
+            RealError: the copy was freed and not offloaded; the main parameters are on the host, or the node's store
+                has other weights by now; or the rebuilt weights are not what they were.
             CapacityError: they do not fit.
         """
         if self.resident:
@@ -250,15 +254,89 @@ class ModelCopy:
             )
         if self._offloaded_to == "host":
             self.segments.from_host()
+        elif self._offloaded_to == "node":
+            assert self._store is not None
+            assert self.stamp.version is not None
+            self.load_from_store(self._store, self.stamp.version)
         else:
-            self._rebuild()
+            self.require_state("rebuilding its weights from the main parameters")
+            try:
+                with self.parallel.active():
+                    self._rebuildable().rebuild(self.segments)
+            except RealError as error:
+                if not isinstance(error, CapacityError):
+                    self.stamp.invalidate("rebuilding it from the main parameters gave other weights")
+                raise
         self._offloaded_to = None
+
+    # Optimizer state
+
+    @property
+    def state_resident(self) -> bool:
+        """Whether the optimizer's state is on the device; False for a frozen copy."""
+        return self._state is not None and not self._state.away
+
+    def offload_state(self) -> None:
+        """Bring main parameters and moments to the host and free them and the gradients; nothing to do when they are.
+
+        Not collective. Between optimizer steps; weights may be resident, offloaded or dropped.
+
+        Raises:
+            PlanError: the copy is not trained, or its optimizer's state cannot leave the device.
+            CapacityError: there is not enough host memory.
+        """
+        self._trained_state().offload()
+
+    def reload_state(self) -> None:
+        """Undo `offload_state`; nothing to do when the state is on the device.
+
+        Not collective. Weights that were dropped to the main parameters are rebuilt by `reload` after this, not before.
+
+        Raises:
+            PlanError: the copy is not trained.
+            CapacityError: it does not fit.
+        """
+        self._trained_state().reload()
+
+    def require_state(self, what: str) -> None:
+        """Refuse `what` while the optimizer's state is on the host; wait for it if it is on its way back.
+
+        Whatever reads or writes main parameters, moments or gradients calls this first.
+
+        Raises:
+            RealError: it is on the host.
+        """
+        self._trained_state().require(what)
+
+    @contextmanager
+    def with_state(self) -> Iterator[None]:
+        """The optimizer's state on the device for a block, and then back to where it was. Not collective."""
+        away = self._state is not None and self._state.away
+        if away:
+            self.reload_state()
+        if self._state is not None:
+            self._state.wait()
+        try:
+            yield
+        finally:
+            if away and self._state is not None:  # not closed in the block
+                self.offload_state()
+
+    def _trained_state(self) -> StateOffload:
+        if self._state is None:
+            raise PlanError(
+                f"copy {self.key}: found no optimizer; expected the trained copy of {self.key.model}."
+            )
+        return self._state
 
     def close(self) -> None:
         """Give everything back to the ledger and drop the modules."""
         if hasattr(self, "segments"):
             self.segments.free()
             self.segments.drop_host()
+        if self._state is not None:
+            self._state.close()
+        self._state, self._store, self._rebuild = None, None, None
         if self.ledger is not None:
             for owner in self._declared:
                 self.ledger.free(owner)
@@ -271,7 +349,9 @@ class ModelCopy:
         for chunk in self.chunks:
             chunk.requires_grad_(False)
             chunk.eval()
-        self.segments = SegmentSet.adopt(self.chunks, owner=self.parameters_owner, ledger=self.ledger)
+        self.segments = SegmentSet.adopt(
+            self.chunks, owner=self.parameters_owner, ledger=self.ledger, host_ledger=self._host_ledger
+        )
 
     def _make_trainable(self, training: Training) -> None:
         parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
@@ -297,6 +377,7 @@ class ModelCopy:
             [(name, buffer.param_data) for name, buffer in buffers],
             owner=self.parameters_owner,
             ledger=self.ledger,
+            host_ledger=self._host_ledger,
         )
         self._build_optimizer(training.optimizer)
 
@@ -328,6 +409,14 @@ class ModelCopy:
                 use_gloo_process_groups=False,
                 pg_collection=self.parallel.pg_collection,
             )
+        self._state = StateOffload(
+            f"copy {self.key}",
+            self.optimizer,
+            self.wrapped,
+            owners=[f"{self.key} optimizer state", f"{self.key} gradients"],
+            ledger=self.ledger,
+            host_ledger=self._host_ledger,
+        )
 
     def _declare(self, what: str, num_bytes: int) -> None:
         """Book what Megatron allocates, in place of an earlier estimate."""
@@ -349,49 +438,11 @@ class ModelCopy:
             for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
                 yield f"{index}.{name}", tensor
 
-    # Rebuilding from the main parameters
-
     def _optimizers(self) -> list[Any]:
         return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
 
-    def _require_rebuildable(self) -> None:
-        if self._training is None:
-            reason: str | None = "the copy is not trained and has no optimizer"
-        else:
-            reason = _reason_in_options(self.config, self._training)
-        if reason is None and not all(p.requires_grad for chunk in self.chunks for p in chunk.parameters()):
-            reason = "some parameters are frozen and have no main parameter"
-        if reason is None and not all(isinstance(part, DistributedOptimizer) for part in self._optimizers()):
-            reason = "the optimizer is not Megatron's distributed optimizer"
-        if reason is not None:
-            raise _no_dropping(str(self.key), reason)
-
-    @torch.no_grad()
-    def _rebuild(self) -> None:
-        self.segments.allocate()
-        for segment in self.segments.segments:
-            segment.flat.zero_()  # also between the parameters, where nothing is copied to
-        with self.parallel.active():
-            for optimizer in self._optimizers():
-                optimizer._copy_main_params_to_model_params()
-            for ddp in self.wrapped:
-                ddp.start_param_sync(force_sync=True)
-        if self._checksum is not None:
-            # Once per copy, since this rests on private functions of Megatron.
-            if self._checksum != self._sum_bits():
-                self.stamp.invalidate("rebuilding it from the main parameters gave other weights")
-                raise RealError(
-                    f"copy {self.key}: weights rebuilt from the optimizer's main parameters differ from those "
-                    "that were dropped. Set drop_trained_weights to false."
-                )
-            self._rebuild_proven = True
-
-    def _sum_bits(self) -> int:
-        """A checksum of all parameters' bits, sensitive to their order."""
-        total = 0
-        for chunk in self.chunks:
-            for parameter in chunk.parameters():
-                bits = parameter.detach().reshape(-1).view(torch.int16).to(torch.int64)
-                weights = torch.arange(1, bits.numel() + 1, device=bits.device)
-                total = (total * 31 + int((bits * weights).sum())) % (1 << 61)
-        return total
+    def _rebuildable(self) -> WeightRebuild:
+        if self._rebuild is None:
+            self._rebuild = WeightRebuild(str(self.key), self.chunks, self.wrapped, self._optimizers())
+        self._rebuild.require_possible(self._training)
+        return self._rebuild

@@ -119,6 +119,7 @@ def test_diff_prices_both_under_the_same_inputs(
 ) -> None:
     same = _printed(["diff", str(searched), str(searched)], capsys)
     assert "decisions: no difference" in same
+    assert "change of plan in a run (--real-next-plan): no model moves" in same
     text = _printed(["diff", str(by_hand), str(searched)], capsys)  # the second one records inputs
     assert "decisions" in text
     assert f"both are priced for what {searched} records" in text.replace("\n", "")
