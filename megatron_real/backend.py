@@ -30,6 +30,7 @@ __all__ = [
     "Objective",
     "RewardFunction",
     "Sampling",
+    "Streaming",
 ]
 
 RewardFunction = Callable[..., "list[float]"]
@@ -154,6 +155,18 @@ class Algorithm(Protocol):
         ...
 
 
+class Streaming(Protocol):
+    """A realloc that goes on beside what this rank does."""
+
+    def finish(self) -> dict[str, float]:
+        """Return when everything is here and sent. Called once, on every rank that started it.
+
+        Returns:
+            The accounting of `ModelBackend.realloc`, and ``wait_s``: the seconds that the call waited for its layers.
+        """
+        ...
+
+
 class ModelBackend(Protocol):
     """A library that holds the copies of models and computes on them.
 
@@ -220,16 +233,29 @@ class ModelBackend(Protocol):
         """
         ...
 
+    def stream(self, source: CopyKey, target: CopyKey, version: int) -> Streaming:
+        """As `realloc`, but start it and return. The next call on `target` waits for each of its layers.
+
+        Until it is finished the source must not change, and no other realloc starts on this rank.
+        """
+        ...
+
     def release(self, copy: CopyKey) -> None:
-        """Free the storage of an inference-only copy."""
+        """Free the storage of a copy that is filled anew before its next call."""
         ...
 
-    def offload(self, copy: CopyKey, to: str) -> None:
-        """Free a copy's storage, keeping its values on the ``host`` or in the optimizer's ``main_params``."""
+    def offload(self, copy: CopyKey, to: str, what: str) -> None:
+        """Free a copy's storage, keeping its values.
+
+        Args:
+            copy: what to free.
+            to: the ``host``, or the optimizer's ``main_params``.
+            what: its ``weights``, or of a trained copy the ``state`` of its optimizer, with the gradients.
+        """
         ...
 
-    def reload(self, copy: CopyKey) -> None:
-        """Undo `offload`; nothing to do when the copy is resident."""
+    def reload(self, copy: CopyKey, source: str, what: str) -> None:
+        """Undo `offload`; nothing to do when `what` is resident. From the ``node``: fill a copy from its host store."""
         ...
 
     def version(self, copy: CopyKey) -> int:

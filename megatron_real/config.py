@@ -32,6 +32,7 @@ __all__ = [
     "LivenessOptions",
     "MegatronValue",
     "ModelOptions",
+    "NextPlan",
     "RunOptions",
     "conf_dir",
     "megatron_arguments",
@@ -50,6 +51,10 @@ _FLAG_OF = {
     "reward": "--real-reward",
     "data.prompts": "--real-prompts",
     "data.batch_size": "--real-batch-size",
+    "verify": "--real-verify",
+    "next_plan": "--real-next-plan",
+    "next_plan.iteration": "--real-next-plan",
+    "next_plan.plan": "--real-next-plan",
 }
 """The flag of an option, for error messages."""
 
@@ -89,6 +94,15 @@ class LivenessOptions(_Options):
     """An instruction may take so long."""
 
 
+class NextPlan(_Options):
+    """Another plan for the rest of a run."""
+
+    iteration: Count
+    """The first iteration under it, counted from 0 as in metrics.jsonl."""
+    plan: Path
+    """plan.json, of the same algorithm and number of devices."""
+
+
 class AlgorithmOptions(BaseModel):
     """The algorithm's name; the other keys are its own options.
 
@@ -113,6 +127,8 @@ class RunOptions(_Options):
 
     plan: Path
     """plan.json."""
+    next_plan: NextPlan | None = None
+    """Another plan, which the run goes on under from some iteration on; models move to it in memory."""
     output: Path = Path("runs/train")
     """Metrics, traces, checkpoints and the summary go here."""
     iterations: Count
@@ -120,6 +136,8 @@ class RunOptions(_Options):
     """Iterations between checkpoints; the last one is always saved. None saves only that."""
     resume: bool = False
     """Go on from the last checkpoint in `output`."""
+    verify: Literal["off", "checksum", "full"] = "off"
+    """How reallocations prove what they delivered: see `realloc_ops.verify`."""
     seed: int = 1234
     reward: str | None = None
     """``module:function``; None asks the model ``reward``."""
@@ -203,10 +221,12 @@ class RunOptions(_Options):
             "data": _given(prompts=known.real_prompts, batch_size=known.real_batch_size),
             **_given(
                 plan=known.real_plan,
+                next_plan=_next_plan(known.real_next_plan),
                 output=known.real_output,
                 iterations=known.real_iterations,
                 reward=known.real_reward,
                 resume=known.real_resume or None,
+                verify=known.real_verify,
                 seed=known.seed,
             ),
         }
@@ -229,6 +249,8 @@ class RunOptions(_Options):
     def _file_problems(self) -> Iterator[Problem]:
         if not self.plan.is_file():
             yield Problem(path=_name("plan"), found=f"{self.plan}, which is no file", expected="a plan.json")
+        if self.next_plan is not None:
+            yield from _next_plan_problems(self.next_plan, self.iterations)
         if not self.data.prompts.is_file():
             yield Problem(
                 path=_name("data.prompts"),
@@ -340,6 +362,31 @@ def _roles(path: str | None, loads: Sequence[str]) -> dict[str, Any]:
             )
         roles[role] = {**roles.get(role, {}), "load": folder}
     return roles
+
+
+def _next_plan(text: str | None) -> dict[str, Any] | None:
+    """``20:other.json`` as options."""
+    if text is None:
+        return None
+    iteration, _, plan = text.partition(":")
+    if not iteration.isdigit() or not plan:
+        raise ConfigError(
+            f"--real-next-plan: found {text!r}; expected ITERATION:PLAN.JSON, such as 20:other.json."
+        )
+    return {"iteration": int(iteration), "plan": plan}
+
+
+def _next_plan_problems(following: NextPlan, iterations: int) -> Iterator[Problem]:
+    if not following.plan.is_file():
+        yield Problem(
+            path=_name("next_plan.plan"), found=f"{following.plan}, which is no file", expected="a plan.json"
+        )
+    if following.iteration >= iterations:
+        yield Problem(
+            path=_name("next_plan.iteration"),
+            found=str(following.iteration),
+            expected=f"one of 1 to {iterations - 1}: the run has {iterations} iterations, counted from 0",
+        )
 
 
 def _with_settings(tree: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:

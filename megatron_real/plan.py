@@ -26,7 +26,16 @@ from megatron_real.errors import PlanError, Problem, raise_problems
 from megatron_real.layout import Layout, Mesh, format_placement
 from megatron_real.model_shape import ModelShape
 
-__all__ = ["ClusterSpec", "CopyKey", "LayoutSpec", "Placement", "Plan", "Predicted", "plan_schema"]
+__all__ = [
+    "ClusterSpec",
+    "CopyKey",
+    "LayoutSpec",
+    "OffloadTo",
+    "Placement",
+    "Plan",
+    "Predicted",
+    "plan_schema",
+]
 
 
 def _number(value: object) -> object:
@@ -40,6 +49,8 @@ Natural = Annotated[int, Field(ge=0), BeforeValidator(_number)]
 Degree = Annotated[int, Field(ge=1), BeforeValidator(_number)]
 Seconds = Annotated[float, BeforeValidator(_number)]
 Flag = Annotated[bool, Field(strict=True)]
+OffloadTo = Literal["none", "host", "node"]
+"""Where a model's bytes are between its calls; see `Placement.offload`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +77,8 @@ class ClusterSpec(_Strict):
     device: str = "cpu"
     device_memory: Degree | None = None
     """Bytes that a rank may own at once; None is no limit."""
+    host_memory: Degree | None = None
+    """Bytes of a node's host memory that offloaded models may take; None is no limit."""
 
     @property
     def num_devices(self) -> int:
@@ -104,10 +117,15 @@ class Placement(_Strict):
     num_microbatches: Degree = 1
     """Passes per data-parallel rank; in a train call, per optimizer step."""
     recompute: Literal["none", "selective", "full"] = "none"
-    offload: Literal["none", "host"] = "none"
-    """What happens to a frozen model's weights between its calls."""
+    offload: OffloadTo = "none"
+    """Where bytes are between calls. Said at the call in which the model lives (its train call, else its first):
+    ``host``: each rank's own on the host, of a frozen model its weights, of a trained one its optimizer state and
+    gradients; ``node``: a frozen model has no copy on devices, but one in each node's host memory, from which each of
+    its calls is filled."""
     drop_trained_weights: Flag = False
     """Train calls: free the weights after they were reallocated; rebuild them from the optimizer's main parameters."""
+    stream: Flag = False
+    """Start the call as soon as its first layers have been reallocated; of calls in which the model does not live."""
 
     @property
     def mesh(self) -> Mesh:
@@ -271,12 +289,7 @@ class Plan(_Strict):
                     found=str(placement.parallel),
                     expected=f"d{placement.mesh.size}t1p1: a function has no weights to split",
                 )
-            if placement.offload == "host" and call.model is not None and graph.trained(call.model):
-                yield Problem(
-                    path=f"{path}.offload",
-                    found="host for a trained model",
-                    expected="none: only frozen models are offloaded",
-                )
+            yield from _residence_problems(graph, call, placement)
         if self.order is not None and sorted(self.order) != sorted(names):
             yield Problem(path="order", found=str(list(self.order)), expected=f"each of {names} once")
         elif self.order is not None and [call.name for call in graph.ordered(self.order)] != list(self.order):
@@ -308,6 +321,33 @@ def _degree_problems(name: str, placement: Placement) -> list[Problem]:
             )
         ]
     return []
+
+
+def _residence_problems(graph: Graph, call: Call, placement: Placement) -> Iterator[Problem]:
+    """Offload and streaming where there is nothing to offload or to stream."""
+    path = f"calls.{call.name}"
+    home = graph.home_call(call.model) if call.model is not None else call
+    if placement.stream and call == home:
+        yield Problem(
+            path=f"{path}.stream",
+            found=f"true in the call in which {call.model} lives" if call.model else "true in a function",
+            expected="false: no weights are reallocated to it",
+        )
+    if call.model is None:
+        return
+    if graph.trained(call.model) and placement.offload == "node":
+        yield Problem(
+            path=f"{path}.offload",
+            found="node for a trained model",
+            expected="none, or in its train call host: a host store has frozen weights",
+        )
+    elif graph.trained(call.model) and placement.offload == "host" and not call.trains:
+        yield Problem(
+            path=f"{path}.offload",
+            found=f"host in a call of type {call.type} of a trained model",
+            expected="none: its weights are released anyway",
+            fix=f"Say it in {home.name}, to keep the optimizer's state on the host.",
+        )
 
 
 def _structure_problems(error: ValidationError) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ Invariants (tests/property/test_program.py):
       side of a transfer, which waits right before the consumer runs;
     - for every pair of ranks, messages are sent and received in the same order;
     - an abstract machine that blocks wherever a rank can block finishes every program (no deadlock);
+    - the source of a streamed realloc does not change before all of it is sent;
     - a call never runs on weights of another version than the graph asks for.
 """
 
@@ -17,10 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from megatron_real.dataflow import Call, Graph
 from megatron_real.layout import Mesh
-from megatron_real.plan import CopyKey, Plan
+from megatron_real.plan import CopyKey, OffloadTo, Plan
 
 __all__ = [
     "Instruction",
@@ -33,6 +35,7 @@ __all__ = [
     "Side",
     "Step",
     "Transfer",
+    "What",
     "compile_program",
 ]
 
@@ -75,6 +78,9 @@ class Realloc:
     target: CopyKey
     call: str
     """The call that needs it."""
+    stream: bool = False
+    """Start and go on: the call waits for each of its layers, and its ranks for the whole when it ends. Ranks outside
+    the call go on to what else they have (see `Step.finish`)."""
 
     @property
     def name(self) -> str:
@@ -104,16 +110,21 @@ class Transfer:
         return tuple(sorted({*self.source.ranks, *self.targets}))
 
 
+What = Literal["weights", "state"]
+"""What of a copy is moved: its parameters, or a trained one's gradients and optimizer state."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
     """Free a copy's storage; its values stay on the ``host`` or in the optimizer's ``main_params``."""
 
     copy: CopyKey
-    to: str
+    to: Literal["host", "main_params"]
+    what: What = "weights"
 
     @property
     def name(self) -> str:
-        return f"offload:{self.copy.model}"
+        return f"offload:{_moved(self.copy, self.what)}"
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -122,17 +133,23 @@ class Offload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reload:
-    """Undo an `Offload`."""
+    """Undo an `Offload`; from a ``node``: fill a copy of a frozen model from the host store of each node."""
 
     copy: CopyKey
+    source: Literal["host", "main_params", "node"]
+    what: What = "weights"
 
     @property
     def name(self) -> str:
-        return f"reload:{self.copy.model}"
+        return f"reload:{_moved(self.copy, self.what)}"
 
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(self.copy.mesh.ranks)
+
+
+def _moved(copy: CopyKey, what: What) -> str:
+    return copy.model if what == "weights" else f"{copy.model}.{what}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +178,9 @@ class Step:
     """Position of the instruction in the global order of an iteration."""
     instruction: Instruction
     side: Side = Side.WHOLE
+    finish: tuple[Realloc, ...] = ()
+    """Streamed reallocs to other ranks that this rank must have sent before it begins; a `Save` ends them all, whether
+    it is written or not."""
 
     @property
     def name(self) -> str:
@@ -185,9 +205,18 @@ class Program:
         waiting: dict[str | None, list[Step]] = {}
         lengths: list[Step] = []
         steps: list[Step] = []
+        sending: list[Realloc] = []
         for index, instruction in enumerate(self.instructions):
             if rank not in instruction.ranks:
                 continue
+            finish = tuple(realloc for realloc in sending if self._waits_for(instruction, realloc))
+            sending = [realloc for realloc in sending if realloc not in finish]
+            if (
+                isinstance(instruction, Realloc)
+                and instruction.stream
+                and rank not in instruction.target.mesh
+            ):
+                sending.append(instruction)
             match instruction:
                 case Transfer():
                     if rank in instruction.source:
@@ -202,10 +231,25 @@ class Program:
                     # Lengths first: they say which sequences the call works on, and how large its messages are.
                     steps += [*lengths, *waiting.pop(instruction.call, [])]
                     lengths = []
-                    steps.append(Step(index=index, instruction=instruction))
+                    steps.append(Step(index=index, instruction=instruction, finish=finish))
                 case _:
-                    steps.append(Step(index=index, instruction=instruction))
+                    steps.append(Step(index=index, instruction=instruction, finish=finish))
         return tuple(steps)
+
+    def _waits_for(self, instruction: Instruction, realloc: Realloc) -> bool:
+        """Whether a rank that still sends `realloc` must have finished before `instruction`.
+
+        It changes or frees the source, or sends messages of the same kind, which match by their order.
+        """
+        match instruction:
+            case Realloc() | Save():
+                return True
+            case Run(copy=copy, call=call):
+                return copy == realloc.source and self.graph.call(call).trains
+            case Offload(copy=copy, what="weights"):
+                return copy == realloc.source
+            case _:
+                return False
 
     def copies(self) -> tuple[CopyKey, ...]:
         """Every copy that the program uses, in order of first use."""
@@ -229,9 +273,8 @@ def compile_program(graph: Graph, plan: Plan) -> Program:
     """Compile one iteration. Pure; every rank computes the same program.
 
     Calls come in `Graph.ordered(plan.order)`. Before a call on a copy that is not its model's home copy stands the
-    realloc that fills it; the copy is released after its last call before the next training. Transfers stand
-    right after
-    their producer.
+    realloc that fills it; the copy is released after its last call before the next training. A model in the nodes' host
+    stores has no home on devices: a reload stands where the realloc would. Transfers stand right after their producer.
 
     Raises:
         PlanError: the plan does not fit the graph.
@@ -248,48 +291,64 @@ def compile_program(graph: Graph, plan: Plan) -> Program:
         if copy is not None:
             home = homes[copy.model]
             assert home is not None, "a model has a home copy"
-            instructions += _arrive(graph, plan, call, copy, home, filled)
+            instructions += _arrive(plan, call, copy, (home, _rests_on(graph, plan, copy.model)), filled)
             filled.add(copy)
         last_use = copy is not None and not _needed_later(copy, call, order[position + 1 :], plan)
-        temporary = copy is not None and copy != homes[copy.model]
-        instructions.append(
-            Run(
-                call=call.name,
-                copy=copy,
-                mesh=plan.calls[call.name].mesh,
-                version_offset=int(copy is not None and copy.model in trained),
-                release=temporary and last_use,
-            )
+        temporary = copy is not None and (
+            copy != homes[copy.model] or _rests_on(graph, plan, copy.model) == "node"
         )
+        run = Run(
+            call=call.name,
+            copy=copy,
+            mesh=plan.calls[call.name].mesh,
+            version_offset=int(copy is not None and copy.model in trained),
+            release=temporary and last_use,
+        )
+        if copy is not None and call.trains and plan.calls[call.name].offload == "host":
+            instructions += [
+                Reload(copy=copy, source="host", what="state"),
+                run,
+                Offload(copy=copy, to="host", what="state"),
+            ]
+        else:
+            instructions.append(run)
         if copy is not None and call.trains:
             trained.add(copy.model)
             filled = {other for other in filled if other.model != copy.model}
         if copy is not None and temporary and last_use:
             filled.discard(copy)
-        instructions += _depart(graph, plan, call, copy, order[position + 1 :])
+        instructions += _depart(graph, plan, copy, order[position + 1 :])
         instructions += _transfers(graph, plan, call, order[position + 1 :])
     instructions.append(Save(world=world))
     placed = _drop_weights(graph, plan, instructions)
     return Program(graph=graph, plan=plan, instructions=tuple(placed), world_size=world.size)
 
 
+def _rests_on(graph: Graph, plan: Plan, model: str) -> OffloadTo:
+    """Where the weights of a model are between its calls."""
+    return "none" if graph.trained(model) else plan.calls[graph.home_call(model).name].offload
+
+
 def _arrive(
-    graph: Graph, plan: Plan, call: Call, copy: CopyKey, home: CopyKey, filled: set[CopyKey]
+    plan: Plan, call: Call, copy: CopyKey, lives: tuple[CopyKey, OffloadTo], filled: set[CopyKey]
 ) -> Iterator[Instruction]:
-    if not graph.trained(copy.model) and plan.calls[graph.home_call(copy.model).name].offload == "host":
-        yield Reload(copy=home)
-    if copy != home and copy not in filled:
-        yield Realloc(model=copy.model, source=home, target=copy, call=call.name)
-
-
-def _depart(
-    graph: Graph, plan: Plan, call: Call, copy: CopyKey | None, later: tuple[Call, ...]
-) -> Iterator[Instruction]:
-    if copy is None or graph.trained(copy.model):
+    home, rests_on = lives
+    if rests_on == "host":
+        yield Reload(copy=home, source="host")
+    if copy in filled:
         return
-    home = graph.home_call(copy.model)
-    if plan.calls[home.name].offload == "host" and all(other.model != copy.model for other in later):
-        home_copy = plan.copy_of(home)
+    if rests_on == "node":
+        yield Reload(copy=copy, source="node")
+    elif copy != home:
+        stream = plan.calls[call.name].stream
+        yield Realloc(model=copy.model, source=home, target=copy, call=call.name, stream=stream)
+
+
+def _depart(graph: Graph, plan: Plan, copy: CopyKey | None, later: tuple[Call, ...]) -> Iterator[Instruction]:
+    if copy is None or _rests_on(graph, plan, copy.model) != "host":
+        return
+    if all(other.model != copy.model for other in later):
+        home_copy = plan.copy_of(graph.home_call(copy.model))
         assert home_copy is not None, "a model has a home copy"
         yield Offload(copy=home_copy, to="host")
 
@@ -332,17 +391,21 @@ def _drop_weights(graph: Graph, plan: Plan, instructions: list[Instruction]) -> 
             continue
         home = plan.copy_of(home_call)
         assert home is not None, "a model has a home copy"
+        # A streamed realloc reads the weights until the call that it brings them to has ended.
+        streamed = {
+            one.call for one in result if isinstance(one, Realloc) and one.stream and one.source == home
+        }
         uses = [
             index
             for index, instruction in enumerate(result)
             if (isinstance(instruction, Realloc) and instruction.source == home)
-            or (isinstance(instruction, Run) and instruction.copy == home)
+            or (isinstance(instruction, Run) and (instruction.copy == home or instruction.call in streamed))
         ]
         train = next(
             i for i in uses if isinstance(result[i], Run) and result[i].name == f"run:{home_call.name}"
         )
         before = [i for i in uses if i < train]
         if before:
-            result.insert(train, Reload(copy=home))
+            result.insert(train, Reload(copy=home, source="main_params"))
             result.insert(before[-1] + 1, Offload(copy=home, to="main_params"))
     return result

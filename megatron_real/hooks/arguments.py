@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_real.errors import ConfigError, PlanError, Problem, raise_problems
+from megatron_real.hooks.hybrid_pattern import bare_pattern, stage_pattern
 from megatron_real.layout import Layout
 from megatron_real.model_shape import ModelShape
 from megatron_real.plan import Placement, Plan
@@ -37,6 +38,11 @@ def add_real_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--real-plan", metavar="PLAN.JSON", help="layouts come from this plan, not from the flags"
     )
     group.add_argument(
+        "--real-next-plan",
+        metavar="ITERATION:PLAN.JSON",
+        help="go on under this plan from that iteration on, counted from 0",
+    )
+    group.add_argument(
         "--real-models", metavar="FILE", help="models.yaml: checkpoint and overrides of each role"
     )
     group.add_argument(
@@ -55,6 +61,11 @@ def add_real_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument("--real-iterations", metavar="N", type=int, help="iterations of the algorithm")
     group.add_argument("--real-batch-size", metavar="N", type=int, help="prompts per iteration")
+    group.add_argument(
+        "--real-verify",
+        metavar="MODE",
+        help="prove what reallocations deliver: checksum or full; off is the default",
+    )
     group.add_argument(
         "--real-resume", action="store_true", help="go on from the last checkpoint in --real-output"
     )
@@ -124,6 +135,13 @@ def apply_plan(args: Namespace, plan: Plan, argv: Sequence[str], *, source: str 
     name, placement = _train_placement(plan, source)
     given = _given_flags(argv)
     settings = layout_arguments(placement, args.num_layers)
+    if getattr(
+        args, "hybrid_layer_pattern", None
+    ):  # says itself where stages end, and takes none of the flags that would
+        settings |= dict.fromkeys(_STAGE_FLAGS)
+        settings["hybrid_layer_pattern"] = _stages_of_pattern(
+            args.hybrid_layer_pattern, placement.parallel, source
+        )
     raise_problems(_plan_problems(args, plan, name, placement), subject=source)
     raise_problems(
         _flag_problems(given, settings, f"{source}: calls.{name}"), subject="command line", error=ConfigError
@@ -136,6 +154,16 @@ def apply_plan(args: Namespace, plan: Plan, argv: Sequence[str], *, source: str 
         _set_batch_sizes(args, placement, f"{source}: calls.{name}")
     elif args.micro_batch_size is None:
         args.micro_batch_size = 1  # the runtime cuts micro-batches by tokens
+
+
+def _stages_of_pattern(pattern: str, layout: Layout, source: str) -> str:
+    wanted = stage_pattern(pattern, layout)
+    if pattern not in (wanted, bare_pattern(pattern)):
+        raise ConfigError(
+            f"command line: --hybrid-layer-pattern: found {pattern!r}; expected {bare_pattern(pattern)!r}, or "
+            f"{wanted!r}, which is what {source} makes of it with the layout {layout}. Leave out the |."
+        )
+    return wanted
 
 
 def wrap_add_arguments(original: Callable[[ArgumentParser], ArgumentParser]) -> Callable[..., ArgumentParser]:
@@ -160,6 +188,11 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         if path is None:
             return original(args, dict(defaults or {}))
         plan = Plan.load(path)
+        if plan.algorithm == "pretrain" and getattr(args, "real_next_plan", None) is not None:
+            raise ConfigError(
+                f"command line: --real-next-plan: found {args.real_next_plan} with {path} of algorithm pretrain; "
+                "expected none: Megatron's own training loop keeps its layout. Resume from a checkpoint instead."
+            )
         apply_plan(args, plan, sys.argv[1:], source=str(path))
         world_size = args.world_size
         args.world_size = _train_placement(plan, str(path))[1].mesh.size
@@ -279,6 +312,11 @@ def _stage_text(layout: Layout) -> str | None:
     return "E" + "|".join("t" * count for count in layout.layers) + "L"
 
 
+_STAGE_FLAGS = (
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+)
 _FLAGS: dict[str, dict[str, Any]] = {
     **{
         dest: {"type": int}

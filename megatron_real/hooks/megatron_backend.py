@@ -1,16 +1,15 @@
 """Megatron-Core as the runtime's `ModelBackend`: the copies of all models on this rank, and what is computed on them.
 
-Building is collective and happens once: layouts in the program's order, then for each model its copies and
-one exchange of
-their tables. After that a realloc builds its plan the first time a pair is used, from tables alone, and reuses it.
+Building is collective and happens once: layouts in the program's order, then for each model its copies and one exchange
+of their tables. After that a realloc builds its plan the first time a pair is used, from tables alone, and reuses it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,32 +18,39 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_real.backend import Head, Minibatch, Objective, Sampling
 from megatron_real.batch import Batch
 from megatron_real.dataflow import Call
 from megatron_real.device_memory import MemoryLedger
-from megatron_real.errors import ConfigError, PlanError, RealError
-from megatron_real.hooks import checkpoint, forward, generation
-from megatron_real.hooks.model_builder import RoleModel, layout_config
+from megatron_real.errors import ConfigError, RealError
+from megatron_real.hooks import adoption, checkpoint, forward, generation
+from megatron_real.hooks.copy_model import copy_model
+from megatron_real.hooks.model_builder import RoleModel, layout_config, require_trainable
 from megatron_real.hooks.model_copy import ModelCopy, Training
 from megatron_real.hooks.parallel_state import ParallelLayout, ParallelLayouts
+from megatron_real.hooks.realloc_pairs import ReallocPairs, Wire
+from megatron_real.hooks.streamed_realloc import StreamedRealloc, accounting
 from megatron_real.layout import Layout
 from megatron_real.plan import CopyKey
 from megatron_real.process_groups import ProcessGroups
 from megatron_real.program import Program
-from megatron_real.realloc_ops import ParamTable, build_realloc_plan
-from megatron_real.realloc_ops.executor import ReallocExecutor, ReallocReport
+from megatron_real.realloc_ops import ParamTable
+from megatron_real.realloc_ops.host_store import NodeStore, StoreGroup
 from megatron_real.realloc_ops.local_shards import gather_tables
 from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
-from megatron_real.realloc_ops.shards import TensorSpec
+from megatron_real.realloc_ops.shards import ShardEntry, TensorSpec
+from megatron_real.realloc_ops.store_layout import nodes_of
 from megatron_real.realloc_ops.transports import TorchTransport
+from megatron_real.realloc_ops.verify import VerifyMode
 from megatron_real.runtime.run_state import write_run_state
 
-__all__ = ["MegatronBackend", "RoleSetup", "check_copies"]
+__all__ = ["FROZEN_VERSION", "MegatronBackend", "RoleSetup", "check_copies"]
 
 logger = logging.getLogger(__name__)
+
+FROZEN_VERSION = 0
+"""Weights that are never trained stay what was loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +76,7 @@ class MegatronBackend:
         groups: ProcessGroups,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_s: float = 600.0,
+        verify: VerifyMode = "off",
     ) -> None:
         """Build the process groups of every layout of the program. Collective over WORLD.
 
@@ -77,6 +84,7 @@ class MegatronBackend:
             groups: the process's groups.
             bucket_bytes: the largest message of a realloc.
             timeout_s: after which a realloc names the rank that did not come.
+            verify: how a realloc proves what it delivered; streamed ones, whose weights are in use by then, do not.
 
         Raises:
             PeerError: a rank did not come.
@@ -89,12 +97,21 @@ class MegatronBackend:
         self._bucket_bytes = bucket_bytes
         self._copies: dict[CopyKey, ModelCopy] = {}
         self._tables: dict[CopyKey, ParamTable] = {}
-        self._executors: dict[tuple[CopyKey, CopyKey], ReallocExecutor] = {}
+        self.stores: dict[str, NodeStore] = {}
+        """Host stores of the node, by frozen model."""
+        self.host_ledger = MemoryLedger(name=f"host memory of rank {self.rank}")
         world = tuple(range(program.world_size))
         self._table_group = groups.acquire(world, purpose="tables")
-        self._transport = TorchTransport.connect(
-            groups.acquire(world, purpose="realloc"), timeout_s=timeout_s
+        group = groups.acquire(world, purpose="realloc")
+        self._transport = TorchTransport.connect(group, timeout_s=timeout_s)
+        wire = Wire(
+            group=group,
+            transport=self._transport,
+            bucket_bytes=bucket_bytes,
+            timeout_s=timeout_s,
+            verify=verify,
         )
+        self.pairs = ReallocPairs(wire, copies=self._copies, tables=self._tables, ledger=self.ledger)
         self._parallel = {key: self.layouts.build(key.mesh, key.layout) for key in program.copies()}
 
     def add_model(self, model: str, setup: RoleSetup) -> None:
@@ -112,28 +129,58 @@ class MegatronBackend:
             )
         self.roles[model] = setup
         home = self.program.home(model)
-        for key in (key for key in self.program.copies() if key.model == model):
-            parallel = self._parallel[key]
-            copy, entries = None, ()
-            if parallel.member:
-                try:
-                    copy = self._copies[key] = self._build_copy(key, parallel, home=key == home)
-                    entries = copy.shards.entries
-                except RealError as error:
-                    entries = error  # the other ranks hear of it in the exchange, and wait for nobody
-            self._tables[key] = gather_tables(entries, self._table_group)
+        keys = [key for key in self.program.copies() if key.model == model]
+        for key in sorted(
+            keys, key=home.__eq__
+        ):  # last, so that no other is built beside its optimizer state
+            copy = self.add_copy(key)
             if copy is not None:
                 if key == home:
                     copy.initialize()
                 else:
                     copy.free()
 
+    def add_copy(self, key: CopyKey) -> ModelCopy | None:
+        """Build one copy of the program, resident and without values; None outside its mesh. Collective over WORLD.
+
+        Raises:
+            PlanError: it cannot be built in its layout.
+            CapacityError: it does not fit into ``cluster.device_memory``.
+            PeerError: another rank met one of these.
+        """
+        parallel = self._parallel[key]
+        copy: ModelCopy | None = None
+        entries: Sequence[ShardEntry] | RealError = ()
+        if parallel.member:
+            try:
+                copy = self._build_copy(key, parallel, home=key == self.program.home(key.model))
+                self._copies[key] = copy
+                entries = copy.shards.entries
+            except RealError as error:
+                entries = error  # the other ranks hear of it in the exchange, and wait for nobody
+        self._tables[key] = gather_tables(entries, self._table_group)
+        return copy
+
+    def adopt(self, program: Program) -> None:
+        """Go on under another program of the same graph, between two iterations. Collective over WORLD.
+
+        Every model has the weights that it had, trained ones their optimizer's state; copies and layouts of the old
+        program that the new one does not have are gone. While a trained model moves, both its homes are in memory.
+
+        Raises:
+            PlanError: the program is of another graph or world; a copy cannot be built; or a trained model's state
+                cannot be moved.
+            CapacityError: there is not enough memory on the way.
+            PeerError: another rank met one of these.
+        """
+        adoption.adopt(self, program)
+
     def _build_copy(self, key: CopyKey, parallel: ParallelLayout, *, home: bool) -> ModelCopy:
         setup = self.roles[key.model]
         graph = self.program.graph
-        model = _model_of(self.program, key, setup)
+        model = copy_model(self.program, key, setup.model)
         if not (home and graph.trained(key.model)):
-            return ModelCopy(key, model, parallel, ledger=self.ledger)
+            return ModelCopy(key, model, parallel, ledger=self.ledger, host_ledger=self.host_ledger)
         if setup.optimizer is None:
             raise ConfigError(
                 f"models.{key.model}: found no optimizer options; expected some for a trained model."
@@ -144,6 +191,7 @@ class MegatronBackend:
             parallel,
             training=Training(optimizer=setup.optimizer),
             ledger=self.ledger,
+            host_ledger=self.host_ledger,
         )
         if setup.schedule is not None:
             copy.scheduler = OptimizerParamScheduler(copy.optimizer, **setup.schedule)
@@ -206,54 +254,80 @@ class MegatronBackend:
 
     def realloc(self, source: CopyKey, target: CopyKey, version: int) -> dict[str, float]:
         """See `ModelBackend.realloc`."""
-        executor = self._executor(source, target)
+        mine = self._prepare(source, target, version)
+        with mine.stamp.updating(version) if mine is not None else nullcontext():
+            return accounting(self.pairs.run((source, target), self.program))
+
+    def stream(self, source: CopyKey, target: CopyKey, version: int) -> StreamedRealloc:
+        """See `ModelBackend.stream`."""
+        mine = self._prepare(source, target, version)
+        return StreamedRealloc(self.pairs.start((source, target), self.program), mine, version)
+
+    def _prepare(self, source: CopyKey, target: CopyKey, version: int) -> ModelCopy | None:
+        """The target on this rank, allocated; the source's version is checked."""
         mine, theirs = self._copies.get(target), self._copies.get(source)
         if theirs is not None:
             theirs.stamp.require(version)
-        if mine is None:
-            return _facts(executor.run())
-        mine.allocate()
-        with mine.stamp.updating(version):
-            return _facts(executor.run())
-
-    def _executor(self, source: CopyKey, target: CopyKey) -> ReallocExecutor:
-        pair = (source, target)
-        if pair not in self._executors:
-            plan = build_realloc_plan(
-                self._tables[source], self._tables[target], bucket_bytes=self._bucket_bytes, rank=self.rank
-            )
-            ends = [self._copies.get(key) for key in pair]
-            self._executors[pair] = ReallocExecutor(
-                plan.of(self.rank),
-                src=ends[0].shards if ends[0] is not None else None,
-                dst=ends[1].shards if ends[1] is not None else None,
-                transport=self._transport,
-                ledger=self.ledger,
-                name=f"{source} -> {target}",
-            )
-        return self._executors[pair]
+        if mine is not None:
+            mine.allocate()
+        return mine
 
     def release(self, copy: CopyKey) -> None:
         """See `ModelBackend.release`."""
         self.copy(copy).free()
 
-    def offload(self, copy: CopyKey, to: str) -> None:
+    def offload(self, copy: CopyKey, to: str, what: str) -> None:
         """See `ModelBackend.offload`."""
-        self.copy(copy).offload(to)
+        if what == "state":
+            self.copy(copy).offload_state()
+        else:
+            self.copy(copy).offload(to)
 
-    def reload(self, copy: CopyKey) -> None:
+    def reload(self, copy: CopyKey, source: str, what: str) -> None:
         """See `ModelBackend.reload`."""
-        self.copy(copy).reload()
+        if what == "state":
+            self.copy(copy).reload_state()
+        elif source == "node":
+            self.copy(copy).load_from_store(self.stores[copy.model], FROZEN_VERSION)
+        else:
+            self.copy(copy).reload()
 
     def rest(self, model: str) -> None:
-        """Put a filled model where it waits for its first call: to the host, if that is where it lives between calls.
+        """Put a filled model where it waits for its first call, as its plan says. Collective over WORLD.
 
         The first iteration then needs no more memory than later ones.
+
+        Raises:
+            CapacityError: there is not enough host memory.
+            PeerError: another rank met that, or did not come.
         """
         copy = self.home(model)
+        if model in self.stores:  # of an earlier program, perhaps on other nodes
+            self.stores.pop(model).close()
         placement = self.program.plan.calls[self.program.graph.home_call(model).name]
-        if copy is not None and placement.offload == "host" and not self.program.graph.trained(model):
-            copy.offload("host")
+        if placement.offload == "node":
+            self._store(model, copy)
+        elif placement.offload == "host" and copy is not None:
+            if copy.trainable:
+                copy.offload_state()
+            else:
+                copy.offload("host")
+
+    def _store(self, model: str, copy: ModelCopy | None) -> None:
+        """Take a frozen model into the host store of every node that its calls run in, and free its copy."""
+        ranks = {rank for key in self.program.copies() if key.model == model for rank in key.mesh.ranks}
+        members = StoreGroup(
+            group=self._table_group,
+            transport=self._transport,
+            nodes=nodes_of(ranks, self.program.plan.cluster.devices_per_node),
+        )
+        table = self._tables[self.program.home(model)]
+        store = NodeStore.create(table, members, name=f"store of {model}", ledger=self.host_ledger)
+        self.stores[model] = store
+        shards = copy.shards if copy is not None else None
+        store.fill(shards, table=table, version=FROZEN_VERSION, ledger=self.ledger)
+        if copy is not None:
+            copy.free()
 
     def version(self, copy: CopyKey) -> int:
         """See `ModelBackend.version`."""
@@ -264,8 +338,11 @@ class MegatronBackend:
         """Free every copy and layout. Collective over WORLD."""
         for copy in self._copies.values():
             copy.close()
+        for store in self.stores.values():
+            store.close()
         self._copies.clear()
-        self._executors.clear()
+        self.pairs.forget()
+        self.stores.clear()
         self.layouts.close()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -294,9 +371,10 @@ class MegatronBackend:
         for model in self._trained():
             copy = self.home(model)
             found = checkpoint.find_checkpoint(folder / model, iteration)
-            checkpoint.load_copy(
-                copy, model, found, specs=self._specs(model), version=iteration, optimizer=True
-            )
+            with copy.with_state() if copy is not None else nullcontext():
+                checkpoint.load_copy(
+                    copy, model, found, specs=self._specs(model), version=iteration, optimizer=True
+                )
 
     def save(self, folder: Path, iteration: int, state: Mapping[str, Any]) -> None:
         """Write every trained model, then the run's state, which names the iteration. Collective over WORLD."""
@@ -334,33 +412,6 @@ def check_copies(program: Program, setups: Mapping[str, RoleSetup]) -> None:
         RealError: see `layout_config`.
     """
     for key in program.copies():
-        layout_config(_model_of(program, key, setups[key.model]), key.layout)
-
-
-def _model_of(program: Program, key: CopyKey, setup: RoleSetup) -> RoleModel:
-    """What a copy is made of: the role's model, in its train call with what the plan says of recomputation."""
-    if key != program.home(key.model) or not program.graph.trained(key.model):
-        return setup.model
-    recompute = program.plan.calls[program.graph.home_call(key.model).name].recompute
-    try:
-        config = _with_recomputation(setup.model.config, recompute)
-    except (AssertionError, ValueError) as error:
-        raise PlanError(f"copy {key}: Megatron refuses recompute={recompute!r}: {error}.") from error
-    return dataclasses.replace(setup.model, config=config)
-
-
-def _with_recomputation(config: TransformerConfig, recompute: str) -> TransformerConfig:
-    """The configuration of a training copy; ``full`` keeps each layer's input only."""
-    if recompute == "none":
-        return config
-    full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
-    return dataclasses.replace(config, recompute_granularity=recompute, **full)
-
-
-def _facts(report: ReallocReport) -> dict[str, float]:
-    return {
-        "bytes_moved": float(report.bytes_moved),
-        "bytes_bound": float(report.bytes_bound),
-        "messages": float(report.messages),
-        "staging_peak_bytes": float(report.staging_peak_bytes),
-    }
+        layout_config(copy_model(program, key, setups[key.model].model), key.layout)
+        if program.graph.trained(key.model) and key == program.home(key.model):
+            require_trainable(setups[key.model].model, key.layout)

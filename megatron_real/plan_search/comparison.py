@@ -249,7 +249,7 @@ def instruction_seconds(spans: Iterable[Span], iterations: set[int]) -> dict[tup
     """By kind and name: the median over iterations of the rank that spent most on it, waits excluded.
 
     A transfer is the sum of the slowest sender and the slowest receiver. What ranks tell each other within a call
-    (``gather``) is no instruction.
+    (``gather``) is no instruction. Where a call waited for weights that were streamed to it, that is the realloc's.
     """
     spent: dict[tuple[SpanKind, str], dict[int, dict[tuple[int, object], float]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(float))
@@ -257,7 +257,13 @@ def instruction_seconds(spans: Iterable[Span], iterations: set[int]) -> dict[tup
     for span in spans:
         side = span.facts.get("side")
         if span.kind in _KINDS and span.iteration in iterations and side != "gather":
-            spent[span.kind, span.name][span.iteration][span.rank, side] += span.duration_s
+            waited_s = span.facts.get("stream_wait_s")
+            seconds = span.duration_s
+            if span.kind is SpanKind.RUN and isinstance(waited_s, int | float):
+                seconds -= waited_s
+                exposed = spent[SpanKind.REALLOC, f"realloc:{span.subject}"][span.iteration]
+                exposed[span.rank, None] += waited_s
+            spent[span.kind, span.name][span.iteration][span.rank, side] += seconds
     return {
         key: statistics.median(_slowest(by_rank) for by_rank in by_iteration.values())
         for key, by_iteration in spent.items()

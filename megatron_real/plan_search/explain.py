@@ -41,7 +41,7 @@ class Kind(StrEnum):
     LAYOUT = "layout"
     WINDOW = "window"
     WORK = "work"
-    """Micro-batches, recomputation, offload, dropped weights."""
+    """Micro-batches, recomputation, offload, dropped weights, streaming."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,22 +171,17 @@ class _Neighbours:
 
     def _choice(self, call: Call, placement: Placement) -> Choice:
         prices = self._planner.prices
-        needed = prices.memory.call_memory(call, placement).worst
-        leave_s, return_s = prices.residence_s(call, placement)
         option = Option(
             layout=placement.parallel,
             num_microbatches=placement.num_microbatches,
             recompute=placement.recompute,
             offload=placement.offload,
             drop_trained_weights=placement.drop_trained_weights,
-            seconds=prices.call_s(call, placement),
-            weights_bytes=needed.weights_bytes,
-            state_bytes=needed.state_bytes,
-            active_bytes=needed.active_bytes,
-            leave_s=leave_s,
-            return_s=return_s,
+            stream=placement.stream,
+            seconds=0.0,
         )
-        return Choice(placement.mesh, option)
+        priced = prices.with_seconds(call, prices.with_bytes(call, option), placement.mesh)
+        return Choice(placement.mesh, priced)
 
     def _of_kind(self, call: Call, kind: Kind) -> Iterator[tuple[object, Choice]]:
         """Unpriced choices; those with one group stand for one neighbour, the best of them."""
@@ -195,11 +190,7 @@ class _Neighbours:
             yield from self._windows(call)
             return
         for option in self._candidates(call, mesh.size):
-            same_residence = (option.offload, option.drop_trained_weights) == (
-                now.offload,
-                now.drop_trained_weights,
-            )
-            if kind is Kind.LAYOUT and option.layout != now.layout and same_residence:
+            if kind is Kind.LAYOUT and option.layout != now.layout and _residence(option) == _residence(now):
                 yield option.layout, Choice(mesh, option)
             elif kind is Kind.WORK and option.layout == now.layout and not _same_work(option, now):
                 yield _work(option), Choice(mesh, option)
@@ -279,8 +270,8 @@ def _relation(window: Mesh, other: Mesh) -> str:
     return "around" if window.start <= other.start and window.stop >= other.stop else "across"
 
 
-def _residence(option: Option) -> tuple[str, bool]:
-    return option.offload, option.drop_trained_weights
+def _residence(option: Option) -> tuple[str, bool, bool]:
+    return option.offload, option.drop_trained_weights, option.stream
 
 
 def _work(option: Option) -> tuple[object, ...]:
@@ -303,6 +294,7 @@ def _change(now: Placement, then: Placement, kind: Kind) -> str:
         "recompute": (now.recompute, then.recompute),
         "offload": (now.offload, then.offload),
         "drop trained weights": (now.drop_trained_weights, then.drop_trained_weights),
+        "stream": (now.stream, then.stream),
     }
     parts += [f"{name} {_word(old)} -> {_word(new)}" for name, (old, new) in values.items() if old != new]
     return ", ".join(parts)

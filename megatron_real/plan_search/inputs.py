@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_real.errors import ConfigError, Problem, raise_problems
-from megatron_real.plan import ClusterSpec
+from megatron_real.plan import ClusterSpec, OffloadTo
 from megatron_real.plan_search.cluster import load_device
 from megatron_real.plan_search.costs.operations import OperationCosts
 from megatron_real.plan_search.costs.profiled import ProfiledCost
@@ -171,6 +171,7 @@ class SearchInputs(_Inputs):
     recompute: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
     offload: bool = True
     drop_trained_weights: bool = True
+    stream: bool = True
     microbatch_sizes: tuple[Count, ...] = (1, 2, 4, 8, 16, 32, 64)
 
     @property
@@ -192,8 +193,9 @@ class PinInputs(_Inputs):
     layout: dict[str, int | bool] = {}
     num_microbatches: Count | None = None
     recompute: Literal["none", "selective", "full"] | None = None
-    offload: Literal["none", "host"] | None = None
+    offload: OffloadTo | None = None
     drop_trained_weights: bool | None = None
+    stream: bool | None = None
 
     def to_pin(self) -> Pin:
         """As the search takes it."""

@@ -26,12 +26,19 @@ from megatron_real.plan_search.problem import (
 __all__ = ["Kernel", "Seconds"]
 
 _MAX_PROGRAMS = 200_000
-_RUN, _REALLOC, _RELOAD, _OFFLOAD = 0, 1, 2, 3
-_KINDS = {"run": _RUN, "realloc": _REALLOC, "reload": _RELOAD, "offload": _OFFLOAD}
+_RUN, _REALLOC, _RELOAD, _OFFLOAD, _RELOAD_STATE, _OFFLOAD_STATE = range(6)
+_KINDS = {
+    "run": _RUN,
+    "realloc": _REALLOC,
+    "reload": _RELOAD,
+    "offload": _OFFLOAD,
+    "reload_state": _RELOAD_STATE,
+    "offload_state": _OFFLOAD_STATE,
+}
 
 Atoms = tuple[int, ...]
-Seconds = tuple[float, float, float, float]
-"""Of a call's run, its reallocation, and its copy's reload and offload."""
+Seconds = tuple[float, float, float, float, float, float]
+"""Of a call's run, its reallocation, its copy's reload and offload, and those of its optimizer state."""
 
 
 class _Op(NamedTuple):
@@ -44,6 +51,7 @@ class _Op(NamedTuple):
     """Atoms of the window on which the copy is allocated or freed."""
     allocates: bool
     frees: bool
+    streams: bool
     has_model: bool
 
 
@@ -54,7 +62,7 @@ class _Pattern(NamedTuple):
     atoms: tuple[Atoms, ...]
     """Of each call's window."""
     copies: tuple[object, ...]
-    """Of each call with a model: what its home copy does, or the first call of the same copy."""
+    """Of each call with a model: what its home copy does, or the first call of the same copy and whether it streams."""
 
 
 class _Program(NamedTuple):
@@ -148,7 +156,7 @@ class Kernel:
                 own = (windows[call], self._layout(choices[call].option))
                 for other in self._same_model[call]:
                     if windows[other] == own[0] and self._layout(choices[other].option) == own[1]:
-                        copies.append(other)
+                        copies.append((other, choices[call].option.stream))
                         break
         return _Pattern(atoms[1], atoms[0], tuple(copies))
 
@@ -180,19 +188,24 @@ class Kernel:
             atoms[0],
             step.allocates,
             step.frees,
+            step.streams,
             self._calls[self._number[step.call]].model is not None,
         )
 
     def _seconds(self, op: _Op, choices: Sequence[Choice]) -> float:
+        option = choices[op.call].option
         if op.kind == _RUN:
-            return choices[op.call].option.seconds
+            return option.seconds
         if op.kind == _REALLOC:
             model = self._calls[op.call].model
             assert model is not None
-            return self._problem.realloc_s(model, choices[self._home[op.call]], choices[op.call])
+            home = choices[self._home[op.call]]
+            return option.exposed_s(self._problem.realloc_s(model, home, choices[op.call]))
         if op.kind == _RELOAD:
-            return choices[op.call].option.return_s if op.allocates else 0.0
-        return choices[op.call].option.leave_s
+            return option.return_s if op.allocates else 0.0
+        if op.kind == _OFFLOAD:
+            return option.leave_s
+        return option.state_return_s if op.kind == _RELOAD_STATE else option.state_leave_s
 
     def _period(self, program: _Program, seconds_of: Sequence[float], num_calls: int) -> float:
         steps = [
@@ -225,33 +238,53 @@ class Kernel:
         return cycle_mean(history)
 
     def _peak(self, program: _Program, choices: Sequence[Choice]) -> int:
-        held = [0] * program.num_atoms
-        resident = self._resident
-        for home, atoms in program.homes:
-            size = resident(home, choices[home].option)
-            if size:
-                for atom in atoms:
-                    held[atom] += size
-        peak = max(held)
+        held, peak = self._at_start(program, choices)
         staging = self._problem.staging_bytes
-        for kind, call, atoms, _, first, allocates, frees, has_model in program.ops:
+        for kind, call, atoms, _, first, allocates, frees, streams, has_model in program.ops:
             option = choices[call].option
+            moved = option.weights_bytes if kind <= _OFFLOAD else option.state_bytes
             if allocates:
                 for atom in first:
-                    held[atom] += option.weights_bytes
+                    held[atom] += moved
             during = option.active_bytes if kind == _RUN and has_model else 0
-            if kind == _REALLOC:
+            if streams:
+                during += staging(option)
+            elif kind == _REALLOC:
                 during = staging(option) + staging(choices[self._home[call]].option)
             for atom in atoms:
                 if held[atom] + during > peak:
                     peak = held[atom] + during
             if frees:
                 for atom in first:
-                    held[atom] -= option.weights_bytes
+                    held[atom] -= moved
         return peak
 
-    def _resident(self, home: int, option: Option) -> int:
+    def _at_start(self, program: _Program, choices: Sequence[Choice]) -> tuple[list[int], int]:
+        """What atoms hold when an iteration starts, and the most that one of them holds between iterations."""
+        held = [0] * program.num_atoms
+        parked: list[tuple[Atoms, int]] = []
+        for home, atoms in program.homes:
+            option = choices[home].option
+            size = self._resident(home, choices)
+            if size:
+                for atom in atoms:
+                    held[atom] += size
+            if option.offload == "host" and self._calls[home].trains:
+                parked.append((atoms, option.state_bytes))
+        peak = max(held)
+        for atoms, size in parked:
+            peak = max([peak, *[held[atom] + size for atom in atoms]])
+        return held, peak
+
+    def _resident(self, home: int, choices: Sequence[Choice]) -> int:
         """What a home copy holds when an iteration starts."""
-        if option.offload == "host" and not self._calls[home].trains:
-            return option.weights_bytes if option.drop_trained_weights else 0
-        return option.state_bytes + option.weights_bytes
+        option = choices[home].option
+        trains = self._calls[home].trains
+        size = 0
+        if option.offload == "none":
+            size = option.state_bytes + option.weights_bytes
+        elif trains or option.drop_trained_weights:
+            size = option.weights_bytes
+        if any(choices[call].option.stream for call in self._same_model[home]):
+            size += self._problem.staging_bytes(option)
+        return size

@@ -60,6 +60,8 @@ class CopyMemory(NamedTuple):
     weights_bytes: tuple[int, ...]
     state_bytes: tuple[int, ...]
     """Gradients and optimizer state; 0 where the copy is not trained."""
+    optimizer_bytes: tuple[int, ...]
+    """The optimizer state alone: what goes to the host and back, where the gradients' storage is only freed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +73,19 @@ class CallMemory:
     active_bytes: tuple[int, ...]
     """While it runs: activations, logits, key-value cache."""
     host_bytes: tuple[int, ...]
-    """Of host memory: weights that are offloaded between calls."""
+    """Of host memory: weights or optimizer state of the rank that are there between calls."""
     worst: WorstMemory
 
     @classmethod
-    def of(cls, copy: CopyMemory, active_bytes: tuple[int, ...], *, on_host: bool) -> CallMemory:
+    def of(
+        cls, copy: CopyMemory, active_bytes: tuple[int, ...], host_bytes: tuple[int, ...] | None = None
+    ) -> CallMemory:
         """Put together; `worst` follows."""
         return cls(
             weights_bytes=copy.weights_bytes,
             state_bytes=copy.state_bytes,
             active_bytes=active_bytes,
-            host_bytes=copy.weights_bytes if on_host else (0,) * len(copy.weights_bytes),
+            host_bytes=host_bytes or (0,) * len(copy.weights_bytes),
             worst=WorstMemory(max(copy.weights_bytes), max(copy.state_bytes), max(active_bytes)),
         )
 
@@ -97,10 +101,10 @@ def copy_memory(model: ModelSpec, layout: Layout, trained: bool) -> CopyMemory:
         step = _FROZEN_ALIGN_BYTES // model.param_itemsize
         stages = chunk_elements(model.shape, layout, step)
         weights = tuple(sum(chunk.total for chunk in chunks) * model.param_itemsize for chunks in stages)
-        return CopyMemory(weights, (0,) * layout.pp)
+        return CopyMemory(weights, (0,) * layout.pp, (0,) * layout.pp)
     dense_ranks, expert_ranks = layout.dp * layout.cp, expert_data_parallel(layout)
     optimizer_itemsize = 12 if model.has_main_params else 8
-    weights_bytes, state_bytes = [], []
+    weights_bytes, state_bytes, optimizer_bytes = [], [], []
     for chunks in chunk_elements(model.shape, layout, _TRAINED_ALIGN):
         elements = owned = 0
         for chunk in chunks:
@@ -111,8 +115,9 @@ def copy_memory(model: ModelSpec, layout: Layout, trained: bool) -> CopyMemory:
         if not model.distributed_optimizer:
             owned = elements
         weights_bytes.append(elements * model.param_itemsize)
-        state_bytes.append(elements * model.grad_itemsize + owned * optimizer_itemsize)
-    return CopyMemory(tuple(weights_bytes), tuple(state_bytes))
+        optimizer_bytes.append(owned * optimizer_itemsize)
+        state_bytes.append(elements * model.grad_itemsize + optimizer_bytes[-1])
+    return CopyMemory(tuple(weights_bytes), tuple(state_bytes), tuple(optimizer_bytes))
 
 
 def _padded(elements: int, ranks: int) -> int:
@@ -170,11 +175,16 @@ class MemoryModel:
 
     def _call_memory(self, call: Call, placement: Placement, layout: Layout) -> CallMemory:
         if call.model is None:
-            return CallMemory.of(CopyMemory((0,), (0,)), (0,), on_host=False)
+            return CallMemory.of(CopyMemory((0,), (0,), (0,)), (0,))
         copy = copy_memory(self.models[call.model], layout, call.trains)
-        home = self._homes[call.model] == call.name
-        on_host = placement.offload == "host" and home and not call.trains
-        return CallMemory.of(copy, self._active_bytes(call, placement, layout), on_host=on_host)
+        on_host = None
+        if placement.offload == "host" and self._homes[call.model] == call.name:
+            on_host = copy.optimizer_bytes if call.trains else copy.weights_bytes
+        return CallMemory.of(copy, self._active_bytes(call, placement, layout), on_host)
+
+    def store_bytes(self, model: str) -> int:
+        """Of the host store of a node: the full weights of a frozen model."""
+        return copy_memory(self.models[model], Layout(), False).weights_bytes[0]
 
     def _active_bytes(self, call: Call, placement: Placement, layout: Layout) -> tuple[int, ...]:
         key = (call.name, layout, placement.num_microbatches, placement.recompute)

@@ -16,7 +16,7 @@ from megatron_real.errors import PlanError, Problem
 from megatron_real.layout import Mesh
 from megatron_real.plan import CopyKey, Placement
 from megatron_real.plan_search.memory import MemoryModel, copy_memory
-from megatron_real.program import Offload, Program, Realloc, Reload, Run, compile_program
+from megatron_real.program import Offload, Program, Realloc, Reload, Run, Save, What, compile_program
 from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES, STAGING_SLOTS
 
 __all__ = ["MemoryReport", "RankMemory", "memory_report"]
@@ -61,7 +61,7 @@ class MemoryReport:
     groups: tuple[RankMemory, ...]
     """Ascending in rank; together all ranks."""
     host_bytes: tuple[int, ...]
-    """Of offloaded weights, by node."""
+    """Of offloaded weights and optimizer state, and of host stores, by node."""
 
     def of(self, rank: int) -> RankMemory:
         """What `rank` holds."""
@@ -85,6 +85,17 @@ class MemoryReport:
                     worst[group.peak_at] = group
         return tuple(self._problem(group, capacity_bytes) for group in worst.values())
 
+    def host_problems(self, limit_bytes: int | None) -> Iterator[Problem]:
+        """Nodes whose host memory does not hold what is offloaded."""
+        for node, found in enumerate(self.host_bytes):
+            if limit_bytes is not None and found > limit_bytes:
+                yield Problem(
+                    path=f"host memory of node {node}",
+                    found=f"{found:,} bytes of offloaded models",
+                    expected=f"at most {limit_bytes:,}",
+                    fix="Offload less, or keep frozen models in the node's store (offload=node): one copy per node.",
+                )
+
     def _problem(self, group: RankMemory, capacity_bytes: int) -> Problem:
         excess = group.peak_bytes - capacity_bytes
         held = ", ".join(f"{owner} {size:,}" for owner, size in group.holders[:6])
@@ -104,6 +115,7 @@ class _Walk:
         self._program = program
         self._mesh = mesh
         self._rank = mesh.start
+        self._steps = program.steps(mesh.start)
         self._homes = {model: program.home(model) for model in program.graph.models}
         self._held: dict[str, int] = {}
         self._timeline: list[tuple[str, int]] = []
@@ -127,44 +139,61 @@ class _Walk:
         )
 
     def _set_up(self) -> None:
-        """Every copy is built; those in which a model does not live are freed again, or go to the host."""
+        """Every copy is built and freed again, then that in which a model lives, which goes where it rests."""
         self._note("set-up", {})
         for model in self._program.graph.models:
-            for copy in self._program.copies():
+            home = self._homes[model]
+            for copy in sorted(self._program.copies(), key=home.__eq__):
                 if copy.model == model and self._rank in copy.mesh:
                     self._allocate(copy)
                     self._note("set-up", {})
-                    if copy != self._homes[model]:
+                    if copy != home:
                         self._free(copy)
-            home = self._homes[model]
             placement = self._program.plan.calls[self._program.graph.home_call(model).name]
-            rests = placement.offload == "host" and not self._program.graph.trained(model)
-            if rests and self._rank in home.mesh:
-                self._free(home)
+            if placement.offload != "none" and self._rank in home.mesh:
+                self._free(home, "state" if self._program.graph.trained(model) else "weights")
 
     def _iterate(self) -> None:
-        for step in self._program.instructions:
-            match step:
-                case Realloc(source=source, target=target):
+        for step in self._steps:
+            for realloc in step.finish:
+                self._held.pop(_staging_of(realloc))
+            match step.instruction:
+                case Realloc(source=source, target=target) as realloc:
                     if self._rank in target.mesh:
                         self._allocate(target)
-                    if self._rank in target.mesh or self._rank in source.mesh:
-                        self._note(step.name, {"staging": self._staging(source, target)})
-                case Run(mesh=mesh, copy=copy) if self._rank in mesh:
-                    call = self._program.graph.call(step.call)
-                    active = self._memory.call_memory(call, self._program.plan.calls[step.call]).active_bytes
-                    stage = self._stage(copy) if copy is not None else 0
-                    self._note(step.name, {f"{step.call} activations": active[stage]})
-                    if step.release and copy is not None:
-                        self._free(copy)
-                case Reload(copy=copy) if self._rank in copy.mesh:
-                    self._allocate(copy)
+                    staging = self._staging(source, target)
+                    self._note(step.name, {_staging_of(realloc): staging})
+                    if realloc.stream:
+                        self._held[_staging_of(realloc)] = staging
+                case Run() as run:
+                    self._run(run)
+                case Reload(copy=copy, what=what):
+                    self._allocate(copy, what)
                     self._note(step.name, {})
-                case Offload(copy=copy) if self._rank in copy.mesh:
+                case Offload(copy=copy, what=what):
                     self._note(step.name, {})
-                    self._free(copy)
+                    self._free(copy, what)
+                case Save():
+                    self._save()
                 case _:
                     pass
+
+    def _save(self) -> None:
+        """Optimizer state that is on the host comes back, model by model."""
+        for copy in self._homes.values():
+            needed = copy_memory(self._memory.models[copy.model], copy.layout, True)
+            away = self._program.graph.trained(copy.model) and _owner(copy, "state") not in self._held
+            if away and self._rank in copy.mesh:
+                self._note("save", {_owner(copy, "state"): needed.state_bytes[self._stage(copy)]})
+
+    def _run(self, run: Run) -> None:
+        call, copy = self._program.graph.call(run.call), run.copy
+        active = self._memory.call_memory(call, self._program.plan.calls[run.call]).active_bytes
+        stage = self._stage(copy) if copy is not None else 0
+        self._note(run.name, {f"{run.call} activations": active[stage]})
+        self._held.pop(f"realloc:{run.call} staging", None)
+        if run.release and copy is not None:
+            self._free(copy)
 
     def _note(self, name: str, during: dict[str, int]) -> None:
         total = sum(self._held.values()) + sum(during.values())
@@ -173,23 +202,25 @@ class _Walk:
         if total > self._peak[0]:
             self._peak = (total, name, {**self._held, **during})
 
-    def _allocate(self, copy: CopyKey) -> None:
+    def _allocate(self, copy: CopyKey, what: What | None = None) -> None:
+        """Weights or optimizer state; of a copy that is built, both."""
         spec, stage = self._memory.models[copy.model], self._stage(copy)
         trained = copy == self._homes[copy.model] and self._program.graph.trained(copy.model)
         needed = copy_memory(spec, copy.layout, trained)
-        self._held[f"{copy} parameters"] = needed.weights_bytes[stage]
-        if trained:
-            self._held[f"{copy} gradients and optimizer"] = needed.state_bytes[stage]
+        if what != "state":
+            self._held[_owner(copy, "weights")] = needed.weights_bytes[stage]
+        if what != "weights" and trained:
+            self._held[_owner(copy, "state")] = needed.state_bytes[stage]
 
-    def _free(self, copy: CopyKey) -> None:
-        self._held.pop(f"{copy} parameters", None)
+    def _free(self, copy: CopyKey, what: What = "weights") -> None:
+        self._held.pop(_owner(copy, what), None)
 
     def _staging(self, source: CopyKey, target: CopyKey) -> int:
         """Two buckets per direction; a message is never larger than what the rank has or gets."""
         total = 0
         for copy in (source, target):
             if self._rank in copy.mesh:
-                shard = self._held.get(f"{copy} parameters", 0)
+                shard = self._held.get(_owner(copy, "weights"), 0)
                 total += STAGING_SLOTS * min(DEFAULT_BUCKET_BYTES, shard)
         return total
 
@@ -197,13 +228,27 @@ class _Walk:
         return (self._rank - copy.mesh.start) // (copy.mesh.size // copy.layout.pp)
 
 
+def _owner(copy: CopyKey, what: What) -> str:
+    return f"{copy} parameters" if what == "weights" else f"{copy} gradients and optimizer"
+
+
+def _staging_of(realloc: Realloc) -> str:
+    return f"{realloc.name} staging"
+
+
 def _host_bytes(memory: MemoryModel, program: Program) -> tuple[int, ...]:
-    """Of offloaded copies, by node. The host's copy of frozen weights is kept while they are on the device."""
+    """Of offloaded copies, by node. What the host keeps stays there while it is on the device."""
     found = [0] * memory.cluster.spec.num_nodes
-    for copy in dict.fromkeys(
-        step.copy for step in program.instructions if isinstance(step, Offload) and step.to == "host"
-    ):
-        stages = copy_memory(memory.models[copy.model], copy.layout, False).weights_bytes
+    calls, graph = program.plan.calls, program.graph
+    for model in graph.models:
+        home_call, copy = graph.home_call(model), program.home(model)
+        placement = calls[home_call.name]
+        if placement.offload == "node" and not home_call.trains:
+            meshes = [calls[call.name].mesh for call in graph.calls_of(model)]
+            for node in {node for mesh in meshes for node in memory.cluster.nodes_of(mesh)}:
+                found[node] += memory.store_bytes(model)
+            continue
+        stages = memory.call_memory(home_call, placement).host_bytes
         per_stage = copy.mesh.size // copy.layout.pp
         for rank in copy.mesh.ranks:
             found[memory.cluster.node_of(rank)] += stages[(rank - copy.mesh.start) // per_stage]
@@ -268,6 +313,9 @@ class _Changes:
         running = self._group.peak_at.partition(":")
         if running[0] == "run":
             yield from self._work(running[2])
+        for name, placement in self._plan.calls.items():
+            if placement.stream and self._here(name):
+                yield f"stream=false in {name}", {name: placement.model_copy(update={"stream": False})}
         yield from self._residence()
         if running[0] in ("run", "realloc"):
             yield from self._layouts(running[2])
@@ -303,9 +351,9 @@ class _Changes:
             placement = self._plan.calls[name]
             if not self._here(name):
                 continue
-            if not self._graph.trained(model) and placement.offload == "none":
+            if placement.offload == "none":
                 yield f"offload=host in {name}", {name: placement.model_copy(update={"offload": "host"})}
-            elif (
+            if (
                 self._graph.trained(model)
                 and not placement.drop_trained_weights
                 and self._memory.models[model].has_main_params

@@ -245,7 +245,7 @@ class Planner:
             peak_memory_bytes=memory.by_rank(),
             calls={name: cost.seconds for name, cost in calls.items()},
             **{
-                "reallocs": {name: cost.seconds for name, cost in reallocs.items()},
+                "reallocs": {name: cost.exposed_s for name, cost in reallocs.items()},
                 "instructions": priced_instructions(program, prices),
                 "decisions": decisions_hash(plan),
                 "planner": __version__,
@@ -262,7 +262,10 @@ class Planner:
             calls=calls,
             reallocs=reallocs,
             memory=memory,
-            problems=tuple(memory.problems(self.cluster.capacity_bytes)),
+            problems=(
+                *memory.problems(self.cluster.capacity_bytes),
+                *memory.host_problems(self.cluster.spec.host_memory),
+            ),
         )
 
     def inputs(self) -> dict[str, Any]:

@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_real.dataflow import Call, Graph
-from megatron_real.layout import Layout, Mesh
-from megatron_real.plan import ClusterSpec, LayoutSpec, Placement, Plan
+from megatron_real.layout import Mesh
+from megatron_real.plan import ClusterSpec, Plan
+from megatron_real.plan_search.choices import Assignment, Choice, Option
 from megatron_real.plan_search.clocks import atoms_of, period
+from megatron_real.plan_search.steps import Step, StepBuilder
 from megatron_real.realloc_ops.plan import STAGING_SLOTS
 
 __all__ = [
@@ -39,64 +41,11 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Option:
-    """A way to run a call on any window of a size. Bytes are of the rank that needs most."""
-
-    layout: Layout
-    num_microbatches: int = 1
-    recompute: str = "none"
-    offload: str = "none"
-    drop_trained_weights: bool = False
-    seconds: float
-    """Of the run, with the data that it receives and sends."""
-    weights_bytes: int = 0
-    state_bytes: int = 0
-    """Gradients and optimizer state, resident where the call trains."""
-    active_bytes: int = 0
-    """Activations, logits and key-value cache while the call runs."""
-    leave_s: float = 0.0
-    """Of the `Offload` of its copy (weights to the host, or dropped)."""
-    return_s: float = 0.0
-    """Of the `Reload` of its copy."""
-
-    @property
-    def size(self) -> int:
-        return self.layout.size
-
-    def placement(self, mesh: Mesh) -> Placement:
-        """This option on `mesh`, as a plan has it."""
-        layout = self.layout
-        return Placement(
-            ranks=(mesh.start, mesh.stop),
-            layout=LayoutSpec(**{name: getattr(layout, name) for name in LayoutSpec.model_fields}),
-            num_microbatches=self.num_microbatches,
-            recompute=self.recompute,
-            offload=self.offload,
-            drop_trained_weights=self.drop_trained_weights,
-        )
-
-
-class Choice(NamedTuple):
-    """Where and how a call runs."""
-
-    mesh: Mesh
-    option: Option
-
-    def same_copy(self, other: Choice) -> bool:
-        """Whether two calls of one model share their weights."""
-        return self.mesh == other.mesh and self.option.layout == other.option.layout
-
-
-Assignment = Mapping[str, Choice]
-"""A choice for every call."""
-
-
 class Event(NamedTuple):
     """One instruction on a group of ranks that go through it together."""
 
     name: str
-    """As the instruction's: ``run:actor_gen``, ``realloc:actor_gen``, ``reload:ref``, ``offload:ref``."""
+    """As the instruction's: ``run:actor_gen``, ``realloc:actor_gen``, ``reload:ref``, ``offload:actor.state``."""
     meshes: tuple[Mesh, ...]
     seconds: float
     needs: tuple[str, ...] = ()
@@ -107,21 +56,6 @@ class Event(NamedTuple):
     """On all meshes, beside what is resident, until the event ends."""
     bytes_after: int = 0
     """Freed on the first mesh at its end."""
-
-
-class Step(NamedTuple):
-    """An event without its numbers: they are those of one call's option."""
-
-    kind: str
-    """``run``, ``realloc``, ``reload`` or ``offload``."""
-    name: str
-    call: str
-    """Whose option has the numbers: the call that runs or needs the copy, else the home call of the model."""
-    meshes: tuple[Mesh, ...]
-    needs: tuple[str, ...] = ()
-    allocates: bool = False
-    """The copy's weights, on the first mesh. A reload without this finds them there and costs nothing."""
-    frees: bool = False
 
 
 class Evaluation(NamedTuple):
@@ -184,7 +118,8 @@ class Solution:
 
 
 ReallocPrice = Callable[[str, Choice, Choice], float]
-"""Seconds to bring a model's second copy to the weights of its first: ``price(model, home, other)``."""
+"""Seconds to bring a model's second copy to the weights of its first: ``price(model, home, other)``. Of the windows and
+layouts alone; what a streamed one adds is `Option.exposed_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -220,6 +155,10 @@ class SearchProblem:
         """Of a reallocation from or to a copy of this option, at most: no message is larger than what a rank holds."""
         return STAGING_SLOTS * min(self.bucket_bytes, option.weights_bytes)
 
+    def staging_of(self, choice: Choice) -> int:
+        """The same of a choice."""
+        return self.staging_bytes(choice.option)
+
     def orders(self) -> Iterator[tuple[str, ...]]:
         """Every order of the calls that respects the data, the declared one first; the user's alone, if it is fixed.
 
@@ -248,26 +187,33 @@ class SearchProblem:
     def _event(self, step: Step, assignment: Assignment) -> Event:
         option = assignment[step.call].option
         call = self.graph.call(step.call)
+        seconds, during, moved = 0.0, 0, option.weights_bytes
         match step.kind:
             case "run":
                 seconds, during = option.seconds, option.active_bytes if call.model is not None else 0
+                during += self.staging_bytes(option) if step.streams else 0
             case "realloc":
                 assert call.model is not None
                 home = assignment[self.graph.home_call(call.model).name]
-                seconds = self.realloc_s(call.model, home, assignment[step.call])
-                during = self.staging_bytes(home.option) + self.staging_bytes(option)
+                seconds = option.exposed_s(self.realloc_s(call.model, home, assignment[step.call]))
+                during = self.staging_bytes(option)
+                during += 0 if step.streams else self.staging_bytes(home.option)
             case "reload":
-                seconds, during = option.return_s if step.allocates else 0.0, 0
+                seconds = option.return_s if step.allocates else 0.0
+            case "offload":
+                seconds = option.leave_s
+            case "reload_state":
+                seconds, moved = option.state_return_s, option.state_bytes
             case _:
-                seconds, during = option.leave_s, 0
+                seconds, moved = option.state_leave_s, option.state_bytes
         return Event(
             step.name,
             step.meshes,
             seconds,
             step.needs,
-            bytes_before=option.weights_bytes if step.allocates else 0,
+            bytes_before=moved if step.allocates else 0,
             bytes_during=during,
-            bytes_after=option.weights_bytes if step.frees else 0,
+            bytes_after=moved if step.frees else 0,
         )
 
     def evaluate(self, assignment: Assignment, order: Sequence[str] | None = None) -> Evaluation:
@@ -295,8 +241,9 @@ class SearchProblem:
         """What a copy keeps on each of its ranks over the whole iteration, if it is its model's home."""
         if call.model is None or self.graph.home_call(call.model).name != call.name:
             return 0
-        if option.offload == "host" and not call.trains:
-            return 0
+        if option.offload != "none":
+            # Of a frozen model everything is away, of a trained one gradients and optimizer state.
+            return option.weights_bytes if call.trains and not option.drop_trained_weights else 0
         return option.state_bytes + (0 if option.drop_trained_weights else option.weights_bytes)
 
     def _peak(
@@ -306,17 +253,7 @@ class SearchProblem:
         covered: Mapping[Mesh, Sequence[int]],
         num_atoms: int,
     ) -> int:
-        held = [0] * num_atoms
-        for model in self.graph.models:
-            call = self.graph.home_call(model)
-            mesh, option = assignment[call.name]
-            # At the start of an iteration a trained model's weights are there, dropped later or not.
-            resident = self.resident_bytes(call, option)
-            if option.drop_trained_weights:
-                resident += option.weights_bytes
-            for atom in covered[mesh]:
-                held[atom] += resident
-        peak = max(held, default=0)
+        held, peak = self._at_start(assignment, covered, num_atoms)
         for event in events:
             for atom in covered[event.meshes[0]]:
                 held[atom] += event.bytes_before
@@ -329,105 +266,30 @@ class SearchProblem:
                     held[atom] -= event.bytes_after
         return peak
 
-
-class StepBuilder:
-    """Builds the steps of one iteration by the rules of `program.compile_program`, for many choices of one graph."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._calls = {call.name: call for call in graph.calls}
-        self._declared = tuple(call.name for call in graph.ordered())
-        self._needs = {
-            call.name: tuple(parent.name for parent in graph.parents(call)) for call in graph.calls
-        }
-        self._home = {model: graph.home_call(model).name for model in graph.models}
-        self._trained = {model for model in graph.models if graph.trained(model)}
-
-    def steps(self, assignment: Assignment, order: Sequence[str] | None = None) -> tuple[Step, ...]:
-        """The instructions of an iteration; see `SearchProblem.steps`."""
-        calls = [self._calls[name] for name in (order if order is not None else self._declared)]
-        steps: list[Step] = []
-        filled: list[tuple[str, Choice]] = []
-        resident: set[str] = set()
-        for position, call in enumerate(calls):
-            choice = assignment[call.name]
-            if call.model is None:
-                steps.append(
-                    Step("run", f"run:{call.name}", call.name, (choice.mesh,), self._needs[call.name])
-                )
-                continue
-            later = [other for other in calls[position + 1 :] if other.model == call.model]
-            home = assignment[self._home[call.model]]
-            offloaded = call.model not in self._trained and home.option.offload == "host"
-            if offloaded:
-                steps.append(self._move("reload", call.model, home, allocates=call.model not in resident))
-                resident.add(call.model)
-            temporary = not choice.same_copy(home)
-            if temporary and not _is_filled(filled, call.model, choice):
-                filled.append((call.model, choice))
-                meshes = (choice.mesh,) if choice.mesh == home.mesh else (choice.mesh, home.mesh)
-                steps.append(Step("realloc", f"realloc:{call.name}", call.name, meshes, allocates=True))
-            release = temporary and not _needed_later(assignment, call, choice, later)
-            steps.append(
-                Step(
-                    "run",
-                    f"run:{call.name}",
-                    call.name,
-                    (choice.mesh,),
-                    self._needs[call.name],
-                    frees=release,
-                )
-            )
-            if call.trains or release:
-                filled = [
-                    (model, other)
-                    for model, other in filled
-                    if model != call.model or not (call.trains or other.same_copy(choice))
-                ]
-            if offloaded and not later:
-                resident.discard(call.model)
-                steps.append(self._move("offload", call.model, home, frees=True))
-        return self._with_dropped_weights(steps, assignment)
-
-    def _move(
-        self, kind: str, model: str, home: Choice, *, allocates: bool = False, frees: bool = False
-    ) -> Step:
-        name = f"{kind}:{model}"
-        return Step(kind, name, self._home[model], (home.mesh,), allocates=allocates, frees=frees)
-
-    def _with_dropped_weights(self, steps: list[Step], assignment: Assignment) -> tuple[Step, ...]:
-        """With `Offload` after the last use of a dropped home copy before its training, `Reload` before it."""
-        for model, home_call in self._home.items():
-            home = assignment[home_call]
-            if not home.option.drop_trained_weights:
-                continue
-            uses = {f"run:{home_call}"}
-            for call in self._calls.values():
-                if call.model == model:
-                    same = assignment[call.name].same_copy(home)
-                    uses.add(f"run:{call.name}" if same else f"realloc:{call.name}")
-            at = [index for index, step in enumerate(steps) if step.name in uses]
-            train = next(i for i in at if steps[i].name == f"run:{home_call}")
-            before = [index for index in at if index < train]
-            if before:
-                steps.insert(train, self._move("reload", model, home, allocates=True))
-                steps.insert(before[-1] + 1, self._move("offload", model, home, frees=True))
-        return tuple(steps)
-
-
-def _is_filled(filled: Sequence[tuple[str, Choice]], model: str, choice: Choice) -> bool:
-    return any(name == model and other.same_copy(choice) for name, other in filled)
-
-
-def _needed_later(assignment: Assignment, call: Call, choice: Choice, later: Sequence[Call]) -> bool:
-    """Whether a temporary copy serves one of the `later` calls of its model before the model is trained."""
-    if call.trains:
-        return False
-    for other in later:
-        if assignment[other.name].same_copy(choice) and not other.trains:
-            return True
-        if other.trains:
-            return False
-    return False
+    def _at_start(
+        self, assignment: Assignment, covered: Mapping[Mesh, Sequence[int]], num_atoms: int
+    ) -> tuple[list[int], int]:
+        """What atoms hold when an iteration starts, and the most that one of them holds between iterations."""
+        held = [0] * num_atoms
+        parked: list[tuple[Mesh, int]] = []
+        for model in self.graph.models:
+            call = self.graph.home_call(model)
+            mesh, option = assignment[call.name]
+            # At the start of an iteration a trained model's weights are there, dropped later or not.
+            resident = self.resident_bytes(call, option)
+            if option.drop_trained_weights:
+                resident += option.weights_bytes
+            if any(assignment[other.name].option.stream for other in self.graph.calls_of(model)):
+                # Its ranks may send until the iteration ends.
+                resident += self.staging_bytes(option)
+            if call.trains and option.offload == "host":
+                parked.append((mesh, option.state_bytes))
+            for atom in covered[mesh]:
+                held[atom] += resident
+        peak = max(held, default=0)
+        for mesh, size in parked:  # built, saved and loaded beside what rests
+            peak = max([peak, *(held[atom] + size for atom in covered[mesh])])
+        return held, peak
 
 
 def _extensions(

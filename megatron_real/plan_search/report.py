@@ -17,6 +17,7 @@ from rich.table import Table
 from megatron_real.capabilities import EXECUTABLE_ALGORITHMS
 from megatron_real.layout import Mesh, format_placement
 from megatron_real.plan import Placement
+from megatron_real.plan_search.costs.moves import ReallocCost
 from megatron_real.plan_search.explain import SLACK, Explanation, Kind, Neighbour, ranks_text
 from megatron_real.plan_search.memory_report import RankMemory
 from megatron_real.plan_search.planner import Estimate, Planner, SearchReport
@@ -75,6 +76,8 @@ def notes_of(placement: Placement) -> str:
         notes.append(f"offload to {placement.offload}")
     if placement.drop_trained_weights:
         notes.append("drop trained weights")
+    if placement.stream:
+        notes.append("stream")
     return ", ".join(notes)
 
 
@@ -98,7 +101,7 @@ def calls_table(estimate: Estimate, *, title: str) -> Table:
             notes_of(placement),
             seconds_text(cost.seconds),
             f"{100 * cost.seconds / estimate.period_s:.0f} %",
-            seconds_text(realloc.seconds) if realloc is not None else "",
+            seconds_text(realloc.exposed_s) if realloc is not None else "",
         )
     return table
 
@@ -115,7 +118,7 @@ def transfer_seconds(planner: Planner, estimate: Estimate) -> dict[str, float]:
 
 
 def costs_table(planner: Planner, estimate: Estimate) -> Table:
-    """Where each call's time goes; `realloc` and `transfer` come before it, beside its own seconds."""
+    """Where each call's time goes; `realloc` (what is exposed) and `transfer` stand beside its own seconds."""
     parts = ("compute", "communication", "bubble", "optimizer", "overhead")
     table = _table("seconds of each call", ("call", "layout"), (*parts, "call", "realloc", "transfer"))
     transfers = transfer_seconds(planner, estimate)
@@ -127,7 +130,7 @@ def costs_table(planner: Planner, estimate: Estimate) -> Table:
             format_placement(placement.mesh, placement.parallel),
             *(seconds_text(getattr(cost, f"{part}_s")) for part in parts),
             seconds_text(cost.seconds),
-            seconds_text(realloc.seconds) if realloc is not None else "",
+            seconds_text(realloc.exposed_s) if realloc is not None else "",
             seconds_text(transfers[call.name]) if call.name in transfers else "",
         )
     return table
@@ -207,13 +210,19 @@ def estimate_lines(planner: Planner, estimate: Estimate) -> Iterator[str]:
     )
     if estimate.reallocs:
         moved = ", ".join(
-            f"{name} {seconds_text(cost.seconds)} ({bytes_text(cost.bytes_moved)})"
+            f"{name} {_realloc_text(cost)} ({bytes_text(cost.bytes_moved)})"
             for name, cost in estimate.reallocs.items()
         )
         yield f"reallocations: {moved}"
     costs = planner.operations.provenance
     yield "prices: " + ", ".join(f"{name} {value}" for name, value in costs.items())
     yield executable_line(planner, estimate)
+
+
+def _realloc_text(cost: ReallocCost) -> str:
+    if cost.exposed_s == cost.seconds:
+        return seconds_text(cost.seconds)
+    return f"{seconds_text(cost.exposed_s)} of {seconds_text(cost.seconds)} exposed"
 
 
 def search_lines(planner: Planner, report: SearchReport) -> Iterator[str]:
@@ -313,7 +322,7 @@ def differences_table(first: Estimate, second: Estimate, names: tuple[str, str])
         row(call.name, first.calls[call.name].seconds, second.calls[call.name].seconds)
     for name in dict.fromkeys([*first.reallocs, *second.reallocs]):
         pair = [
-            estimate.reallocs[name].seconds if name in estimate.reallocs else 0.0
+            estimate.reallocs[name].exposed_s if name in estimate.reallocs else 0.0
             for estimate in (first, second)
         ]
         row(f"realloc:{name}", pair[0], pair[1])

@@ -1,4 +1,4 @@
-"""The choices of a plan: layouts, micro-batches, recomputation and offload of every call, priced and pruned.
+"""The choices of a plan: layouts, micro-batches, recomputation, offload and streaming of every call, priced and pruned.
 
 Of the ways to run a call on a window of some size only those stay that no other one beats in seconds, in resident bytes
 and in bytes while it runs. Calls of a model that is reallocated keep the best of each layout: which one is best depends
@@ -14,16 +14,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from megatron_real.capabilities import placement_problems
 from megatron_real.dataflow import Call, CallType, Graph
 from megatron_real.errors import PlanError, Problem, raise_problems
 from megatron_real.layout import Layout, Mesh
-from megatron_real.plan import LayoutSpec
+from megatron_real.plan import OffloadTo, Placement
 from megatron_real.plan_search.cluster import Cluster
 from megatron_real.plan_search.models import ModelSpec
+from megatron_real.plan_search.pins import Pin, check_pins
 from megatron_real.plan_search.pricing import Prices
 from megatron_real.plan_search.problem import Option, SearchProblem
 from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
@@ -34,36 +35,6 @@ _BYTES_STEP = 1 / 256
 """Options whose bytes differ by less than this part of the capacity count as equal."""
 _SECONDS_STEP = 1e-3
 """As do options whose seconds differ by less than this part."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pin:
-    """What the user fixes of one call's placement; None leaves a choice free."""
-
-    ranks: tuple[int, int] | None = None
-    layout: Mapping[str, int | bool] = field(default_factory=dict)
-    """Degrees by name, such as ``{"tp": 2, "pp": 1}``."""
-    num_microbatches: int | None = None
-    recompute: str | None = None
-    offload: str | None = None
-    drop_trained_weights: bool | None = None
-
-    def allows(self, option: Option) -> bool:
-        fixed = {
-            name: getattr(self, name)
-            for name in ("num_microbatches", "recompute", "offload", "drop_trained_weights")
-        }
-        return all(getattr(option.layout, name) == value for name, value in self.layout.items()) and all(
-            value is None or getattr(option, name) == value for name, value in fixed.items()
-        )
-
-    def __str__(self) -> str:
-        parts = [f"ranks {self.ranks[0]}-{self.ranks[1] - 1}"] if self.ranks is not None else []
-        parts += [f"{name}={value}" for name, value in self.layout.items()]
-        for name in ("num_microbatches", "recompute", "offload", "drop_trained_weights"):
-            if getattr(self, name) is not None:
-                parts.append(f"{name}={getattr(self, name)}")
-        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +55,9 @@ class SpaceOptions:
     """Of calls that train or infer with tp > 1; None is on, but on CPU off: it saves nothing there."""
     recompute: tuple[str, ...] = ("none", "selective", "full")
     offload: bool = True
+    """Frozen weights on the host or in the nodes' host stores, optimizer state on the host."""
     drop_trained_weights: bool = True
+    stream: bool = True
     keep_layouts: bool = False
     """Keep the best options of each layout, whether another layout beats them or not: presets ask for theirs."""
     microbatch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -119,7 +92,7 @@ def build_space(
             into a device by itself; all problems together.
     """
     options, pins = options or SpaceOptions(), pins or {}
-    _check_pins(graph, cluster, pins)
+    check_pins(graph, cluster, pins)
     meshes = _meshes(cluster, options, pins)
     builder = _Builder(graph, models, cluster, prices, options)
     table: dict[tuple[str, int], tuple[Option, ...]] = {}
@@ -181,14 +154,17 @@ class _Builder:
         by_class: dict[object, list[Option]] = defaultdict(list)
         for layout in self.layouts(call, size, pin):
             for option in self._of_layout(call, layout, pin):
-                by_class[self._class_of(call, layout)].append(option)
+                by_class[self._class_of(call, option)].append(option)
         kept = [option for found in by_class.values() for option in self._pareto(call, found)]
         return tuple(sorted(kept, key=lambda option: option.seconds))
 
-    def _class_of(self, call: Call, layout: Layout) -> object:
+    def _class_of(self, call: Call, option: Option) -> object:
         """Options that may stand in for each other in everything but their own time and bytes."""
         alone = call.model is None or len(self._graph.calls_of(call.model)) == 1
-        return None if alone and not self._options.keep_layouts else layout
+        if alone and not self._options.keep_layouts:
+            return None
+        stored = option.offload == "node" and not alone  # other calls then need no reallocation
+        return option.layout, option.stream, stored
 
     def layouts(self, call: Call, size: int, pin: Pin) -> Iterator[Layout]:
         """Layouts over `size` ranks that the model and the batch allow."""
@@ -254,13 +230,13 @@ class _Builder:
                 yield priced
 
     def unpriced_options(self, call: Call, layout: Layout, pin: Pin) -> Iterator[Option]:
-        """Micro-batches, recomputation and residence of weights in one layout."""
+        """Micro-batches, recomputation, residence and streaming in one layout."""
         for number in self._microbatches(call, layout, pin):
             for recompute in self._recomputes(call):
-                for offload, drop in self._residence(call):
+                for offload, drop, stream in self._residence(call):
                     option = Option(
                         layout=layout, num_microbatches=number, recompute=recompute, offload=offload,
-                        drop_trained_weights=drop, seconds=0.0,
+                        drop_trained_weights=drop, stream=stream, seconds=0.0,
                     )  # fmt: skip
                     if pin.allows(option):
                         yield option
@@ -287,64 +263,89 @@ class _Builder:
         fused = self._models[call.model].fused_attention
         return tuple(mode for mode in self._options.recompute if mode != "selective" or not fused)
 
-    def _residence(self, call: Call) -> Iterator[tuple[str, bool]]:
-        """Where the weights are between the model's calls: (offload, drop_trained_weights)."""
-        yield "none", False
-        if call.model is None or self._graph.home_call(call.model).name != call.name:
+    def _residence(self, call: Call) -> Iterator[tuple[OffloadTo, bool, bool]]:
+        """Where bytes are between the model's calls, and how they come: (offload, drop_trained_weights, stream)."""
+        yield "none", False, False
+        if call.model is None:
             return
-        if not call.trains and self._options.offload:
-            yield "host", False
+        if self._graph.home_call(call.model).name != call.name:
+            if self._options.stream:
+                yield "none", False, True
+            return
+        if self._options.offload:
+            yield "host", False, False
+        if not call.trains:
+            if self._options.offload:
+                yield "node", False, False
+            return
         droppable = self._options.drop_trained_weights and self._models[call.model].has_main_params
-        if call.trains and droppable and len(self._graph.calls_of(call.model)) > 1:
-            yield "none", True
+        if droppable and len(self._graph.calls_of(call.model)) > 1:
+            yield "none", True, False
+            if self._options.offload:
+                yield "host", True, False
 
     def _priced(self, call: Call, option: Option) -> Option | None:
         """The option with its bytes and seconds; None if it cannot be, does not fit or has no price."""
         placement = option.placement(Mesh(0, option.size))
         if not self._options.plan_only and any(placement_problems(call, placement)):
             return None
-        bytes_ = self._prices.memory.call_memory(call, placement).worst
-        option = replace(
-            option,
-            weights_bytes=bytes_.weights_bytes,
-            state_bytes=bytes_.state_bytes,
-            active_bytes=bytes_.active_bytes,
-        )
+        if not self._fits_host(call, placement):
+            return None
+        option = self._prices.with_bytes(call, option)
         excess = option.weights_bytes + option.state_bytes + option.active_bytes - self._capacity
         if excess > 0:
             self.too_large[call.name] = min(excess, self.too_large.get(call.name, excess))
             return None
         try:
-            seconds = self._prices.call_s(call, placement)
-            leave_s, return_s = self._prices.residence_s(call, placement)
+            option = self._prices.with_seconds(call, option)
         except PlanError as error:
             self.unpriced.setdefault(call.name, str(error))
             return None
         self.num_priced += 1
         self.too_large[call.name] = 0
-        return replace(option, seconds=seconds, leave_s=leave_s, return_s=return_s)
+        return option
+
+    def _fits_host(self, call: Call, placement: Placement) -> bool:
+        """Whether a node's host memory has room for what this placement alone keeps there."""
+        limit, memory = self._cluster.spec.host_memory, self._prices.memory
+        if limit is None or placement.offload == "none":
+            return True
+        if placement.offload == "node" and call.model is not None:
+            return memory.store_bytes(call.model) <= limit
+        together = min(placement.mesh.size, self._cluster.devices_per_node)
+        return together * max(memory.call_memory(call, placement).host_bytes) <= limit
 
     def _pareto(self, call: Call, found: Sequence[Option]) -> Iterator[Option]:
         step = self._capacity * _BYTES_STEP
-        kept: list[tuple[float, float, float]] = []
+        kept: list[tuple[float, float, float, float]] = []
 
-        def key(option: Option) -> tuple[float, float, float]:
-            home = call.model is not None and self._graph.home_call(call.model).name == call.name
-            away = option.offload == "host" or option.drop_trained_weights
-            resident = option.state_bytes + (option.weights_bytes if home and not away else 0)
-            active = option.active_bytes + (0 if home and not away else option.weights_bytes)
-            return option.seconds + option.leave_s + option.return_s, resident, active
+        def key(option: Option) -> tuple[float, float, float, float]:
+            resident = 0
+            if call.model is not None and self._graph.home_call(call.model).name == call.name:
+                away = option.offload != "none"
+                resident += 0 if away else option.state_bytes
+                gone = option.drop_trained_weights or (away and not call.trains)
+                resident += 0 if gone else option.weights_bytes
+            active = option.weights_bytes + option.state_bytes + option.active_bytes - resident
+            seconds = option.seconds + option.leave_s + option.return_s
+            return (
+                seconds + option.state_leave_s + option.state_return_s,
+                resident,
+                active,
+                -option.first_pass_s,
+            )
 
         for option in sorted(found, key=key):
-            seconds, resident, active = key(option)
+            mine = key(option)
             beaten = any(
-                other[0] <= seconds * (1 + _SECONDS_STEP)
-                and other[1] <= resident + step
-                and other[2] <= active + step
+                other[0] <= mine[0] * (1 + _SECONDS_STEP)
+                and other[1] <= mine[1] + step
+                and other[2] <= mine[2] + step
+                and other[3] <= mine[3] * (1 - _SECONDS_STEP)
                 for other in kept
             )
             if not beaten:
-                kept.append((seconds, resident, active))
+                kept.append(mine)
                 yield option
 
 
@@ -371,32 +372,6 @@ def _laminar(meshes: Sequence[Mesh]) -> bool:
             return False
         stack.append(mesh)
     return True
-
-
-def _check_pins(graph: Graph, cluster: Cluster, pins: Mapping[str, Pin]) -> None:
-    names = [call.name for call in graph.calls]
-    problems = []
-    for name, pin in pins.items():
-        if name not in names:
-            problems.append(Problem(path=f"pins.{name}", found="no such call", expected=f"one of {names}"))
-        unknown = sorted(set(pin.layout) - set(LayoutSpec.model_fields))
-        if unknown:
-            problems.append(
-                Problem(
-                    path=f"pins.{name}.layout",
-                    found=", ".join(unknown),
-                    expected=f"degrees among {', '.join(LayoutSpec.model_fields)}",
-                )
-            )
-        if pin.ranks is not None and not 0 <= pin.ranks[0] < pin.ranks[1] <= cluster.num_devices:
-            problems.append(
-                Problem(
-                    path=f"pins.{name}.ranks",
-                    found=str(list(pin.ranks)),
-                    expected=f"a window inside the cluster's {cluster.num_devices} ranks",
-                )
-            )
-    raise_problems(problems, subject="search")
 
 
 def _missing(graph: Graph, space: Space, pins: Mapping[str, Pin]) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_real.backend import Algorithm, ModelBackend
+from megatron_real.backend import Algorithm, ModelBackend, Streaming
 from megatron_real.data_plan import Lengths, build_transfer_plans
 from megatron_real.dataflow import Call, CallType
 from megatron_real.device_memory import MemoryLedger
@@ -25,6 +25,7 @@ from megatron_real.program import Offload, Program, Realloc, Reload, Run, Save, 
 from megatron_real.runtime.calls import CallMetrics, CallRunner, Iteration, reporting_rank
 from megatron_real.runtime.data_store import DataStore
 from megatron_real.runtime.observers import Fact, Observers
+from megatron_real.runtime.plan_change import PlanChange
 from megatron_real.runtime.prompts import PromptBatch, Tokenizer
 from megatron_real.runtime.transfer import DataTransfers
 
@@ -57,6 +58,8 @@ class RunParts:
     base_version: int = 0
     """Version of the trained models' weights before iteration 0. A backend whose versions go on after a
     resume leaves 0."""
+    change: PlanChange | None = None
+    """Another plan that the run goes on under."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +114,8 @@ class RankExecutor:
         self._check_graph()
         self._backend = parts.backend
         self.transfers = parts.transfers
-        self._observers = parts.observers
+        self.observers = parts.observers
+        self.change = parts.change
         self._memory = parts.memory
         self._seconds: dict[str, float] = {}
         self._base_version = parts.base_version
@@ -128,6 +132,8 @@ class RankExecutor:
         """Response lengths by sequence that this rank tells, from its generation until they are gathered."""
         self._response: tuple[int, ...] | None = None
         """Response lengths of all sequences, from their arrival until they are planned with."""
+        self._streams: dict[str, Streaming] = {}
+        """Reallocs that are under way, by name."""
         self._reporter: Reporter = _NoReporter()
         self._calls = CallRunner(
             parts.program, parts.rank, parts.backend, parts.algorithm, parts.tokenizer, parts.transfers.device
@@ -164,6 +170,7 @@ class RankExecutor:
         for step, kind, facts in self._steps:
             if kind != "save":
                 self._step(step, kind, facts, state)
+        self._finish(self._streams)
         metrics = self._metrics(state)
         # A killed run resumes after its last checkpoint: the metrics up to there must be on their way.
         self._reporter.report(iteration, metrics)
@@ -173,15 +180,25 @@ class RankExecutor:
         self.transfers.end_iteration()
         return metrics
 
+    def finish(self) -> None:
+        """Leave nothing on its way, and the algorithm's state the same on all ranks, for an executor that follows.
+
+        Collective over WORLD.
+        """
+        self.transfers.fence()
+        self.algorithm.load_state_dict(self._algorithm_state())
+        self.transfers.meet()
+
     def _step(
         self, step: Step, kind: str, facts: dict[str, Fact], state: Iteration, save: Path | None = None
     ) -> None:
-        self._observers.progress.enter(state.number, step.index, step.name)
-        self._observers.faults.before(state.number, step.name, step.index)
+        self.observers.progress.enter(state.number, step.index, step.name)
+        self.observers.faults.before(state.number, step.name, step.index)
+        self._finish(realloc.name for realloc in step.finish)
         if self._memory is not None:
             self._memory.reset_peak()
         began_s = time.monotonic()
-        with self._observers.tracer.span(step.name, kind, state.number, **facts) as span:
+        with self.observers.tracer.span(step.name, kind, state.number, **facts) as span:
             span.facts.update(self._execute(step, state, save))
             if self._memory is not None:
                 span.facts["peak_bytes"] = self._memory.peak_bytes
@@ -194,7 +211,7 @@ class RankExecutor:
             # Outside of all spans: it is the runtime's own time.
             self._learn_lengths(self._response, state)
             self._response = None
-        self._observers.progress.leave()
+        self.observers.progress.leave()
 
     def _metrics(self, state: Iteration) -> IterationMetrics:
         lengths = state.lengths
@@ -215,10 +232,10 @@ class RankExecutor:
                 return self._transfer(transfer, step, state)
             case Realloc() as realloc:
                 return self._realloc(realloc, state)
-            case Offload(copy=copy, to=to):
-                self._backend.offload(copy, to)
-            case Reload(copy=copy):
-                self._backend.reload(copy)
+            case Offload(copy=copy, to=to, what=what):
+                self._backend.offload(copy, to, what)
+            case Reload(copy=copy, source=source, what=what):
+                self._backend.reload(copy, source, what)
             case Save():
                 assert save is not None, "skipped otherwise"
                 self._save(state.number, save)
@@ -230,7 +247,9 @@ class RankExecutor:
         if copy is None:
             self._calls.function(call, state)
             return {}
-        self._check_version(run, copy, state.number)
+        stream = self._streams.pop(f"realloc:{run.call}", None)
+        if stream is None:
+            self._check_version(run, copy, state.number)
         tokens = None
         match call.type:
             case CallType.GENERATE:
@@ -240,20 +259,33 @@ class RankExecutor:
             case CallType.TRAIN:
                 self._calls.train(call, copy, state)
                 self._check_advanced(run, copy, state.number)
+        facts: dict[str, Fact] = {}
+        if stream is not None:
+            facts = {f"stream_{name}": value for name, value in stream.finish().items()}
+            self._check_version(run, copy, state.number)
         if run.release:
             self._backend.release(copy)
-        return {"tokens": self._calls.num_tokens(call, state) if tokens is None else tokens}
+        return {"tokens": self._calls.num_tokens(call, state) if tokens is None else tokens, **facts}
+
+    def _finish(self, names: Iterable[str]) -> None:
+        """Wait for streamed reallocs that this rank sends while it does something else."""
+        for name in list(names):
+            self._streams.pop(name).finish()
 
     def _gather_lengths(self, run: Run, told: Mapping[int, int], iteration: int) -> tuple[int, ...]:
         """The generating ranks tell each other; fast ones wait for the slowest here."""
         if run.mesh.size == 1:
             return self.transfers.gather_lengths(run.mesh, told)
         name, facts = f"transfer:{run.call}>lengths", {"side": "gather", "joint": str(run.mesh)}
-        with self._observers.tracer.span(name, _KINDS[Transfer], iteration, **facts):
+        with self.observers.tracer.span(name, _KINDS[Transfer], iteration, **facts):
             return self.transfers.gather_lengths(run.mesh, told)
 
     def _realloc(self, realloc: Realloc, state: Iteration) -> dict[str, Fact]:
         version = self._version(realloc.model, self._offsets[realloc.call], state.number)
+        if realloc.stream:
+            stream = self._backend.stream(realloc.source, realloc.target, version)
+            self._streams[realloc.name] = stream
+            return {"stream": True}
         accounting = self._backend.realloc(realloc.source, realloc.target, version)
         return {**accounting, "bytes": accounting.get("bytes_moved", 0.0)}
 

@@ -200,17 +200,26 @@ class IterationRecorder:
     Args:
         writer: of the run.
         program: that the run executes.
+        later: other programs that it executes, by their first iteration.
     """
 
-    def __init__(self, writer: MetricsWriter, program: Program) -> None:
+    def __init__(
+        self, writer: MetricsWriter, program: Program, *, later: Mapping[int, Program] | None = None
+    ) -> None:
         self._writer = writer
+        self._later = dict(later or {})
+        self._lengths: deque[int] = deque(maxlen=_KEPT_LENGTHS)
+        self._follow(program)
+
+    def _follow(self, program: Program) -> None:
         self._together = meetings(program)
         priced = Priced.of(program.plan.predicted)
         self._monitor = DriftMonitor(priced) if priced is not None else None
-        self._lengths: deque[int] = deque(maxlen=_KEPT_LENGTHS)
 
     def take(self, iteration: int, metrics: Mapping[str | None, Mapping[str, Any]]) -> None:
-        """An iteration is complete."""
+        """An iteration is complete; they come in order."""
+        for first in sorted(first for first in self._later if first <= iteration):
+            self._follow(self._later.pop(first))
         lengths = metrics.get(RESPONSE, {}).get("lengths", ())
         self._lengths.extend(lengths)
         folded = fold(metrics, self._together)

@@ -20,6 +20,7 @@ from megatron_real.dataflow import CallType
 from megatron_real.errors import ConfigError
 from megatron_real.runtime.executor import IterationMetrics, RankExecutor
 from megatron_real.runtime.metrics import RESPONSE, SECONDS
+from megatron_real.runtime.plan_change import executor_for
 from megatron_real.runtime.prompts import Prompts
 
 __all__ = ["MetricsSink", "NoMetrics", "TrainConfig", "TrainResult", "train"]
@@ -117,9 +118,9 @@ class _Reporter:
 
     sink: MetricsSink
     rank: int
-    tells_lengths: bool
-    """One rank tells the lengths of the responses: the first of the generating ones."""
     clock: Callable[[], float]
+    tells_lengths: bool = False
+    """One rank tells the lengths of the responses: the first of the generating ones."""
     start_s: float = 0.0
     """When the iteration began."""
 
@@ -155,7 +156,7 @@ def train(
 ) -> TrainResult:
     """Run iterations `first_iteration` to `num_iterations`; every rank calls with the same arguments.
 
-    Collective over WORLD.
+    Collective over WORLD. At the iteration of its `change` another executor takes the place of `executor`.
 
     Args:
         config: how long, and when to save.
@@ -168,14 +169,7 @@ def train(
     Raises:
         RealError: as `RankExecutor.run_iteration`.
     """
-    program = executor.program
-    generation = next(call for call in program.graph.calls if call.type is CallType.GENERATE)
-    reporter = _Reporter(
-        sink=metrics or NoMetrics(),
-        rank=executor.rank,
-        tells_lengths=executor.rank == program.plan.calls[generation.name].mesh.start,
-        clock=clock,
-    )
+    reporter = _Reporter(sink=metrics or NoMetrics(), rank=executor.rank, clock=clock)
     began_s = clock()
     if state is not None:
         executor.algorithm.load_state_dict(state)
@@ -183,6 +177,8 @@ def train(
     iteration = config.first_iteration
     while iteration < config.num_iterations and not stopped:
         reporter.start_s = clock()
+        executor = executor_for(executor, iteration)
+        reporter.tells_lengths = _tells_lengths(executor)
         save = config.save_folder if config.saves_after(iteration) else None
         executor.run_iteration(iteration, prompts.batch(iteration), save=save, reporter=reporter)
         if save is not None:
@@ -198,6 +194,12 @@ def train(
         stopped_by_time=stopped and iteration < config.num_iterations,
         duration_s=clock() - began_s,
     )
+
+
+def _tells_lengths(executor: RankExecutor) -> bool:
+    program = executor.program
+    generation = next(call for call in program.graph.calls if call.type is CallType.GENERATE)
+    return executor.rank == program.plan.calls[generation.name].mesh.start
 
 
 def _is_over(executor: RankExecutor, elapsed_s: float, limit_s: float) -> bool:

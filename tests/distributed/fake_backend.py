@@ -150,6 +150,24 @@ class FakeAlgorithm:
 
 
 @dataclass
+class FakeStream:
+    """A streamed realloc; it ends when the source has told its version."""
+
+    backend: FakeBackend
+    source: CopyKey
+    target: CopyKey
+    key: str
+
+    def finish(self) -> dict[str, float]:
+        backend = self.backend
+        if backend.rank in self.source.mesh:
+            backend.sending.remove(self.source)
+        if backend.rank in self.target.mesh:
+            backend.versions[self.target] = int(default_store().get(self.key))
+        return {"bytes_moved": 0.0, "wait_s": 0.0}
+
+
+@dataclass
 class FakeBackend:
     """Keeps versions instead of weights, and checks all data that it is given.
 
@@ -168,12 +186,14 @@ class FakeBackend:
     compared: int = 0
     iteration: int = -1
     reallocs: int = 0
+    sending: list[CopyKey] = field(default_factory=list)
+    """Sources of streams that are not finished here."""
 
     def __post_init__(self) -> None:
         for model in self.graph.models:
             home = self.plan.copy_of(self.graph.home_call(model))
             assert home is not None, "a model has a copy"
-            if self.rank in home.mesh:
+            if self.rank in home.mesh and self.plan.calls[self.graph.home_call(model).name].offload != "node":
                 self.versions[home] = 0
 
     def generate(
@@ -234,6 +254,7 @@ class FakeBackend:
         self._check(batch, call, ["tokens"])
         if last:
             self._check(batch, call, ["advantages", "logprobs"])
+        assert copy not in self.sending, f"{copy} is still sent"
         self.log.append(("train", call.name, self.iteration, batch.ids, tuple(minibatches)))
         time.sleep(self.sleep_s.get(call.name, 0.0))
         if copy.model not in self.stuck:
@@ -250,14 +271,26 @@ class FakeBackend:
             self.versions[target] = int(store.get(key))
         return {"bytes_moved": 0.0}
 
+    def stream(self, source: CopyKey, target: CopyKey, version: int) -> FakeStream:
+        self.reallocs += 1
+        key = f"fake/{source}>{target}/{self._serial(source, target)}"
+        if self.rank in source.mesh:
+            assert self.versions[source] == version
+            default_store().set(key, str(version))
+            self.sending.append(source)
+        return FakeStream(backend=self, source=source, target=target, key=key)
+
     def release(self, copy: CopyKey) -> None:
         del self.versions[copy]
 
-    def offload(self, copy: CopyKey, to: str) -> None:
-        self.log.append(("offload", str(copy), to))
+    def offload(self, copy: CopyKey, to: str, what: str) -> None:
+        assert what == "state" or copy not in self.sending, f"{copy} is still sent"
+        self.log.append(("offload", str(copy), to, what))
 
-    def reload(self, copy: CopyKey) -> None:
-        self.log.append(("reload", str(copy)))
+    def reload(self, copy: CopyKey, source: str, what: str) -> None:
+        self.log.append(("reload", str(copy), source, what))
+        if source == "node":
+            self.versions[copy] = 0
 
     def version(self, copy: CopyKey) -> int:
         return self.versions.get(copy, -1)

@@ -12,7 +12,7 @@ from megatron_real.process_groups import ProcessGroups
 from megatron_real.program import Instruction, Run, Transfer, compile_program
 from megatron_real.trace import SpanKind
 from tests.distributed.fake_backend import ppo_like_graph, prompts_of
-from tests.distributed.test_executor import PLANS, SEQUENCES, make_executor, make_plan
+from tests.distributed.fake_run import PLANS, SEQUENCES, make_executor, make_plan
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -1,4 +1,4 @@
-"""The compiled program of PPO under three plans, line by line.
+"""The compiled program of PPO under four plans, line by line.
 
 After a wanted change, write the files anew with ``python -m tests.golden.test_ppo_programs`` and read the difference.
 """
@@ -14,7 +14,7 @@ from megatron_real.algorithms.graphs import ppo_graph
 from megatron_real.layout import parse_placement
 from megatron_real.plan import ClusterSpec, LayoutSpec, Placement, Plan
 from megatron_real.plan_search.presets import split, symmetric
-from megatron_real.program import Program, Run, compile_program
+from megatron_real.program import Program, Realloc, Run, compile_program
 
 DATA = Path(__file__).parent / "data"
 FOUR = ClusterSpec(devices_per_node=4)
@@ -52,10 +52,25 @@ def _asymmetric() -> Program:
     return compile_program(ppo_graph("function"), Plan(algorithm="ppo", cluster=FOUR, calls=calls))
 
 
+def _mechanisms() -> Program:
+    """As the asymmetric one, with weights streamed, the reference in the node's store, optimizer state on the host."""
+    plan = _asymmetric().plan
+    changes: dict[str, dict[str, object]] = {
+        "actor_gen": {"stream": True},
+        "critic_inf": {"stream": True, "ranks": (1, 3)},
+        "ref_inf": {"offload": "node"},
+        "actor_train": {"offload": "host"},
+        "critic_train": {"offload": "host"},
+    }
+    calls = {name: call.model_copy(update=changes.get(name, {})) for name, call in plan.calls.items()}
+    return compile_program(ppo_graph("function"), plan.model_copy(update={"calls": calls}))
+
+
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "symmetric": _symmetric,
     "split": _split,
     "asymmetric": _asymmetric,
+    "mechanisms": _mechanisms,
 }
 
 
@@ -67,12 +82,19 @@ def _text(program: Program) -> str:
             for name in ("source", "target", "copy")
             if hasattr(instruction, name)
         ]
+        if isinstance(instruction, Realloc) and instruction.stream:
+            facts.append("stream")
         if isinstance(instruction, Run):
             facts += [f"version_offset={instruction.version_offset}", f"release={instruction.release}"]
         lines.append(f"{index:2} {instruction.name} {list(instruction.ranks)} {' '.join(facts)}".rstrip())
     for rank in range(program.world_size):
         lines.append(f"# rank {rank}")
-        lines += [f"{step.index:2} {step.name} {step.side}" for step in program.steps(rank)]
+        lines += [
+            " ".join(
+                [f"{step.index:2} {step.name} {step.side}", *(f"after {one.name}" for one in step.finish)]
+            )
+            for step in program.steps(rank)
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -229,19 +229,25 @@ def _random_option(
     work, need = scale
     tp = rng.choice([degree for degree in (1, 2, 4) if size % degree == 0])
     frozen = call.model is not None and not graph.trained(call.model)
-    host = frozen and rng.random() < 0.4
+    home = call.model is not None and graph.home_call(call.model) == call
+    away = rng.random() < (0.4 if frozen else 0.3 if call.trains else 0.0)
     drop = call.trains and rng.random() < 0.3
     return Option(
         layout=Layout(dp=size // tp, tp=tp) if call.model is not None else Layout(dp=size),
         num_microbatches=rng.randint(1, 4),
-        offload="host" if host else "none",
+        offload="none" if not away else rng.choice(["host", "node"]) if frozen else "host",
         drop_trained_weights=drop,
+        stream=call.model is not None and not home and rng.random() < 0.4,
         seconds=round(work / size ** rng.uniform(0.5, 1.1) * rng.uniform(0.8, 1.3), 2),
         weights_bytes=need // tp,  # of the model and the layout alone, as anywhere
         state_bytes=2 * need // size if call.trains else 0,
         active_bytes=rng.randint(0, 2 * need // size),
         leave_s=rng.choice([0.0, 0.5]),
         return_s=rng.choice([0.0, 0.7]),
+        state_leave_s=rng.choice([0.0, 0.4]),
+        state_return_s=rng.choice([0.0, 0.6]),
+        first_share=rng.choice([0.1, 0.5, 1.0]),
+        first_pass_s=rng.choice([0.0, 0.2, 1.0]),
     )
 
 

@@ -73,6 +73,11 @@ def options_of(call: Call, graph: Graph, size: int, scale: float, draw: random.R
         seconds = WORK[call.type] * scale / size**0.8 * draw.uniform(0.9, 1.3)
         for microbatches in (1, 2):
             for away in (False, True) if home else (False,):
+                offload, drop = "none", False
+                if away and call.trains:
+                    offload, drop = draw.choice([("none", True), ("host", False), ("host", True)])
+                elif away:
+                    offload = draw.choice(["host", "node"])
                 yield Option(
                     layout=layout,
                     num_microbatches=microbatches * layout.pp,
@@ -80,10 +85,15 @@ def options_of(call: Call, graph: Graph, size: int, scale: float, draw: random.R
                     weights_bytes=weights,
                     state_bytes=round(240 / size) if call.trains else 0,
                     active_bytes=round(draw.uniform(60, 120) / layout.dp / microbatches),
-                    offload="host" if away and not call.trains else "none",
-                    drop_trained_weights=away and call.trains,
+                    offload=offload,
+                    drop_trained_weights=drop,
+                    stream=not home and draw.random() < 0.5,
                     leave_s=0.1 if away else 0.0,
-                    return_s=0.2 if away else 0.0,
+                    return_s=0.2 if away or not home else 0.0,
+                    state_leave_s=0.15,
+                    state_return_s=0.25,
+                    first_share=0.25,
+                    first_pass_s=draw.uniform(0.0, 0.4),
                 )
 
 

@@ -45,7 +45,8 @@ class Machine:
 
     A call, a realloc, an offload and a save need all their ranks at once. A send is posted without waiting and
     done when it is received (gloo). A receive is posted in the order that `runtime.transfer` keeps, and waited
-    for. Messages of a pair match by order alone.
+    for. Messages of a pair match by order alone. A streamed realloc is started without waiting, and is done when all
+    its ranks have started it; its call waits for that, and so do its other ranks before what changes its source.
     """
 
     program: Program
@@ -55,6 +56,7 @@ class Machine:
     """Iterations that save."""
     sent: dict[tuple[int, int], list[Time]] = field(default_factory=lambda: defaultdict(list))
     posted: dict[tuple[int, int], list[Time]] = field(default_factory=lambda: defaultdict(list))
+    started: dict[Time, set[int]] = field(default_factory=lambda: defaultdict(set))
 
     def run(self, iterations: int) -> None:
         waiting = {rank: list(self._actions(rank, iterations)) for rank in range(self.program.world_size)}
@@ -78,11 +80,24 @@ class Machine:
             for index, instruction in enumerate(self.program.instructions)
             if isinstance(instruction, Transfer) and rank in instruction.targets
         ]
+        streams = {
+            f"run:{one.call}": (index, one.ranks)
+            for index, one in enumerate(self.program.instructions)
+            if isinstance(one, Realloc) and one.stream
+        }
         for iteration in range(iterations):
             unposted = list(incoming)
             for step in self.program.steps(rank):
                 time = (iteration, step.index)
+                for realloc in step.finish:
+                    index, ranks = streams[f"run:{realloc.call}"]
+                    yield "finish", (iteration, index), ranks
+                if step.name in streams:
+                    index, ranks = streams[step.name]
+                    yield "finish", (iteration, index), ranks
                 match step:
+                    case Step(instruction=Realloc(stream=True)):
+                        yield "start", time, ()
                     case Step(instruction=Save()):
                         if iteration in self.saves:
                             yield "drain", time, ()
@@ -108,6 +123,11 @@ class Machine:
                     if rank == (src if kind == "send" else dst):
                         side[src, dst].append((iteration, index))
                 return True
+            case "start":
+                self.started[iteration, index].add(rank)
+                return True
+            case "finish":
+                return self.started[iteration, index] >= set(ranks)
             case "wait":
                 for src, dst in self.messages.get(index, []):
                     if dst == rank:
@@ -276,9 +296,13 @@ class Weights:
     versions: dict[CopyKey, int | None] = field(default_factory=dict)
     """None: the storage is free, its values are on the host or in the optimizer."""
     kept: dict[CopyKey, int] = field(default_factory=dict)
+    parked: set[CopyKey] = field(default_factory=set)
+    """Copies whose optimizer state is on the host."""
+    sending: dict[str, CopyKey] = field(default_factory=dict)
+    """Sources of streamed reallocs, by the call that they go on beside."""
 
     def __post_init__(self) -> None:
-        self.versions = {self.program.home(model): 0 for model in self.program.graph.models}
+        self.versions = dict.fromkeys(_homes(self.program), 0)
 
     def walk(self, iteration: int) -> None:
         trained = defaultdict(int)
@@ -291,35 +315,59 @@ class Weights:
                     count = iteration + trained[copy.model] if self.program.graph.trained(copy.model) else 0
                     assert self.versions.get(copy) == count, f"{run.name} in iteration {iteration}"
                     assert run.version_offset == trained[copy.model]
+                    self.sending.pop(name, None)
                     if call.trains:
                         assert copy == self.program.home(copy.model)
+                        assert copy not in self.sending.values(), "the source of a stream"
+                        assert copy not in self.parked, "a training has its optimizer's state"
                         trained[copy.model] += 1
                         self.versions[copy] = count + 1
                     if run.release:
-                        assert copy != self.program.home(copy.model)
+                        assert copy not in _homes(self.program)
                         del self.versions[copy]
-                case Realloc(source=source, target=target):
+                case Realloc(source=source, target=target, call=call, stream=stream):
+                    if stream:
+                        self.sending[call] = source
                     assert self.versions.get(source) is not None, "the source has weights"
                     assert self.versions.get(target) != self.versions[source], "nothing is filled twice"
                     self.versions[target] = self.versions[source]
+                case Offload(copy=copy, what="state"):
+                    self.parked.add(copy)
+                case Reload(copy=copy, what="state"):
+                    self.parked.remove(copy)
                 case Offload(copy=copy):
                     version = self.versions[copy]
                     assert version is not None
+                    assert copy not in self.sending.values(), "the source of a stream"
                     self.kept[copy] = version
                     self.versions[copy] = None
+                case Reload(copy=copy, source="node"):
+                    assert copy not in self.versions, "nothing is filled twice"
+                    self.versions[copy] = 0
                 case Reload(copy=copy):
                     if copy in self.kept:
+                        assert copy not in self.parked, (
+                            "main parameters are there when weights are made of them"
+                        )
                         self.versions[copy] = self.kept.pop(copy)
 
 
 @settings(deadline=None, max_examples=40)
 @given(programs())
 def test_calls_run_on_the_weights_that_the_graph_asks_for(program: Program) -> None:
+    homes = _homes(program)
     weights = Weights(program=program)
-    homes = {program.home(model) for model in program.graph.models}
+    weights.parked = {
+        home
+        for home in homes
+        if program.graph.trained(home.model)
+        and program.plan.calls[program.graph.home_call(home.model).name].offload == "host"
+    }
+    resting = set(weights.parked)
     for iteration in range(3):
         weights.walk(iteration)
         assert set(weights.versions) == homes, "only home copies outlive an iteration"
+        assert weights.parked == resting
         for copy in homes:
             if program.graph.trained(copy.model):
                 assert weights.versions[copy] == iteration + 1, "a trained model can be saved"
@@ -332,6 +380,39 @@ def test_compile_is_deterministic_and_names_are_unique(program: Program) -> None
     assert again == program
     names = [i.name for i in program.instructions if not isinstance(i, Offload | Reload)]
     assert len(set(names)) == len(names), "progress, traces and faults name instructions"
+
+
+def _homes(program: Program) -> set[CopyKey]:
+    """Copies that are there between iterations: not of models that are in the nodes' host stores."""
+    return {
+        program.home(model)
+        for model in program.graph.models
+        if program.plan.calls[program.graph.home_call(model).name].offload != "node"
+    }
+
+
+@settings(deadline=None, max_examples=40)
+@given(programs())
+def test_a_rank_has_sent_a_stream_before_its_source_changes(program: Program) -> None:
+    for rank in range(program.world_size):
+        sending: list[Realloc] = []
+        for step in program.steps(rank):
+            assert set(step.finish) <= set(sending)
+            sending = [realloc for realloc in sending if realloc not in step.finish]
+            match step.instruction:
+                case Realloc() as realloc:
+                    assert not sending, "reallocs follow each other"
+                    if realloc.stream:
+                        sending.append(realloc)
+                case Run(call=call, copy=copy):
+                    if program.graph.call(call).trains:
+                        assert all(realloc.source != copy for realloc in sending)
+                    sending = [realloc for realloc in sending if realloc.call != call]
+                case Offload(copy=copy, what="weights"):
+                    assert all(realloc.source != copy for realloc in sending)
+                case _:
+                    pass
+        assert not sending, "an iteration ends what it began"
 
 
 def test_the_weights_machine_can_fail() -> None:

@@ -128,6 +128,13 @@ def test_models_yaml_is_overlaid_by_the_command_line(files: dict[str, Path], tmp
         (("--real-prompts", "/nowhere.jsonl"), r"data\.prompts \(--real-prompts\): found /nowhere\.jsonl"),
         (("--real-plan", "/nowhere.json"), r"plan \(--real-plan\): found /nowhere\.json, which is no file"),
         (("--real-models", "/nowhere.yaml"), r"--real-models: /nowhere\.yaml: cannot be read"),
+        (("--real-next-plan", "b.json"), r"--real-next-plan: found 'b.json'; expected ITERATION:PLAN\.JSON"),
+        (("--real-next-plan", "2:/b"), r"next_plan\.plan \(--real-next-plan\): found /b, which is no file"),
+        (
+            ("--real-next-plan", "3:/b"),
+            r"next_plan\.iteration \(--real-next-plan\): found 3; expected one of 1 to 2",
+        ),
+        (("--real-next-plan", "0:/b"), r"next_plan\.iteration \(--real-next-plan\): found 0"),
         (("--real-output", "/dev/null"), r"output \(--real-output\): found /dev/null, which is a file"),
     ],
 )
@@ -136,6 +143,16 @@ def test_a_wrong_option_is_one_clear_error(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         RunOptions.from_argv(_argv(files, *more))
+
+
+def test_a_next_plan_is_the_same_from_either_front_door(files: dict[str, Path]) -> None:
+    plan = files["plan"]
+    one = RunOptions.from_argv(_argv(files, "--real-next-plan", f"2:{plan}"))
+    other = _composed(files, "++next_plan.iteration=2", f"++next_plan.plan={plan}")
+    assert one.next_plan == other.next_plan
+    assert one.next_plan is not None
+    assert (one.next_plan.iteration, one.next_plan.plan) == (2, plan)
+    assert RunOptions.loads(one.dumps()) == one
 
 
 def test_all_problems_are_reported_together() -> None:

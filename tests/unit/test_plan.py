@@ -165,8 +165,20 @@ def test_a_wrong_plan_is_refused_when_it_is_read(
             "calls.score.layout: found d1t2p1; expected d2t1p1: a function has no weights to split",
         ),
         (
-            lambda raw: raw["calls"]["train"].update(offload="host"),
-            "calls.train.offload: found host for a trained model",
+            lambda raw: raw["calls"]["train"].update(offload="node"),
+            "calls.train.offload: found node for a trained model",
+        ),
+        (
+            lambda raw: raw["calls"]["gen"].update(offload="host"),
+            "calls.gen.offload: found host in a call of type generate of a trained model; expected none.*in train",
+        ),
+        (
+            lambda raw: raw["calls"]["train"].update(stream=True),
+            "calls.train.stream: found true in the call in which actor lives; expected false",
+        ),
+        (
+            lambda raw: raw["calls"]["score"].update(stream=True),
+            "calls.score.stream: found true in a function; expected false",
         ),
         (lambda raw: raw.update(order=["gen", "train"]), "order: found .* expected each of"),
         (

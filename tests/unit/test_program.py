@@ -171,6 +171,91 @@ def test_dropped_weights_and_host_offload() -> None:
     assert reload.ranks == (2, 3)
 
 
+def _moves(program: Program) -> list[str]:
+    return [name for name in names(program) if not name.startswith("transfer")]
+
+
+def test_a_streamed_realloc_holds_its_source_until_the_call_has_ended() -> None:
+    program = compiled(
+        gen={"ranks": [0, 2], "layout": {"dp": 2}, "stream": True},
+        ref={"ranks": [2, 4], "layout": {"pp": 2}},
+        train={"ranks": [1, 3], "layout": {"tp": 2}, "drop_trained_weights": True},
+    )
+    assert _moves(program) == [
+        "realloc:gen",
+        "run:gen",
+        "offload:actor",
+        "run:ref",
+        "reload:actor",
+        "run:train",
+        "save",
+    ]
+    realloc = program.instructions[0]
+    assert isinstance(realloc, Realloc)
+    assert realloc.stream
+    # Rank 2 only sends: it goes on to the first instruction that needs the weights as they are, or frees them.
+    finishes = {step.name: step.finish for step in program.steps(2) if step.finish}
+    assert finishes == {"offload:actor": (realloc,)}
+    assert not any(step.finish for rank in (0, 1) for step in program.steps(rank)), "the call waits itself"
+
+
+def test_a_model_in_the_nodes_stores_has_no_realloc() -> None:
+    graph = Graph(
+        name="twice",
+        calls=(
+            *GRAPH.calls[:2],
+            Call(name="again", model="ref", type=CallType.INFERENCE, inputs=TOKENS, outputs=("x",)),
+            GRAPH.calls[2],
+        ),
+        keys=(*GRAPH.keys, KeySpec(name="x", per=Per.RESPONSE, dtype="float32")),
+    )
+    one = {"ranks": [0, 4], "layout": {"dp": 4}}
+    stored, narrow = {**one, "offload": "node"}, {"ranks": [2, 4], "layout": {"tp": 2}}
+    apart = compiled(graph, gen=one, train=one, ref=stored, again=narrow)
+    assert _moves(apart) == [
+        "run:gen",
+        "reload:ref",
+        "run:ref",
+        "reload:ref",
+        "run:again",
+        "run:train",
+        "save",
+    ]
+    reloads = [i for i in apart.instructions if isinstance(i, Reload)]
+    assert [(str(i.copy), i.source) for i in reloads] == [
+        ("ref:d4t1p1@0-3", "node"),
+        ("ref:d1t2p1@2-3", "node"),
+    ]
+    assert [i.release for i in apart.instructions if isinstance(i, Run)] == [False, True, True, False]
+    together = compiled(graph, gen=one, train=one, ref=stored, again=one)
+    assert _moves(together).count("reload:ref") == 1, "the copy of the first call serves the second"
+    assert [i.release for i in together.instructions if isinstance(i, Run)] == [False, False, True, False]
+
+
+def test_optimizer_state_comes_back_before_the_weights_that_are_made_of_it() -> None:
+    program = compiled(
+        gen={"ranks": [0, 4], "layout": {"dp": 4}},
+        ref={"ranks": [2, 4], "layout": {"pp": 2}},
+        train={
+            "ranks": [0, 2],
+            "layout": {"tp": 2},
+            "drop_trained_weights": True,
+            "offload": "host",
+        },
+    )
+    assert _moves(program) == [
+        "realloc:gen",
+        "offload:actor",
+        "run:gen",
+        "run:ref",
+        "reload:actor.state",
+        "reload:actor",
+        "run:train",
+        "offload:actor.state",
+        "save",
+    ]
+
+
 def test_the_order_of_a_plan_is_kept() -> None:
     graph = Graph(
         name="pair",

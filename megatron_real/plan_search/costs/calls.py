@@ -19,10 +19,15 @@ from megatron_real.errors import PlanError
 from megatron_real.layout import Layout
 from megatron_real.plan import Placement
 from megatron_real.plan_search.cluster import Cluster
-from megatron_real.plan_search.costs.generation import Decoding, continuous_generation, static_generation
+from megatron_real.plan_search.costs.generation import (
+    Decoding,
+    continuous_generation,
+    first_pass_s,
+    static_generation,
+)
 from megatron_real.plan_search.costs.lengths import Histogram, padded_length, total_histogram
 from megatron_real.plan_search.costs.operations import MicroBatch, OperationCosts, Pass
-from megatron_real.plan_search.costs.stages import Pipelined, StageTimer, pipelined
+from megatron_real.plan_search.costs.stages import Geometry, Pipelined, StageTimer, pipelined
 from megatron_real.plan_search.costs.training import StepPricer, hop_seconds
 from megatron_real.plan_search.models import ModelSpec
 from megatron_real.plan_search.workload import Workload
@@ -79,7 +84,7 @@ class CallPricer:
         self._workload = workload
         self._operations = operations
         self._traits = traits if traits is not None else BackendTraits()
-        self._timers: dict[ModelSpec, tuple[StageTimer, StepPricer]] = {}
+        self._timers: dict[tuple[ModelSpec, bool], tuple[StageTimer, StepPricer]] = {}
         self._timer_of: dict[str, tuple[StageTimer, StepPricer]] = {}
         self._total = total_histogram(workload)
         self._prompts = Histogram.of_lengths(workload.prompt)
@@ -126,6 +131,19 @@ class CallPricer:
             overhead_s=passes.overhead_s + self._operations.call_overhead(call.type),
         )
 
+    def first_pass_s(self, call: Call, placement: Placement) -> float:
+        """Of the first micro-batch of an inference or generation over a stage's layers, where that is fastest.
+
+        Raises:
+            PlanError: as `price`.
+        """
+        timer, _ = self._timer(call)
+        at = timer.geometry(placement.parallel, placement.ranks[0])
+        if call.type is CallType.GENERATE:
+            return first_pass_s(timer, at, self._negated_prompts, self._cut(call, at, placement))
+        batch = self._micro_batch(call, placement.parallel, placement.num_microbatches)
+        return min(time.seconds for time in timer.times(at.stages, Pass.FORWARD, batch, at.grid))
+
     def _train(self, call: Call, timer: StageTimer, pricer: StepPricer, placement: Placement) -> CallCost:
         layout, number = placement.parallel, placement.num_microbatches
         at = timer.geometry(layout, placement.ranks[0])
@@ -141,9 +159,16 @@ class CallPricer:
         )
 
     def _generate(self, call: Call, timer: StageTimer, placement: Placement) -> Pipelined:
+        at = timer.geometry(placement.parallel, placement.ranks[0])
+        cut = self._cut(call, at, placement)
+        if self._traits.continuous_batching:
+            lengths = (self._prompts, self._responses)
+            return continuous_generation(timer, at, lengths, cut, self._traits.kv_capacity_bytes)
+        return static_generation(timer, at, self._total, self._negated_prompts, cut)
+
+    def _cut(self, call: Call, at: Geometry, placement: Placement) -> Decoding:
         layout, number = placement.parallel, placement.num_microbatches
-        at = timer.geometry(layout, placement.ranks[0])
-        cut = Decoding(
+        return Decoding(
             rows=self._sequences(call, layout, number) / number,
             batches=number,
             replicas=layout.dp,
@@ -152,10 +177,6 @@ class CallPricer:
             # Our engine's batches go in waves of one per stage; a continuous one has waves of its own.
             waves=1 if self._traits.continuous_batching else -(-number // layout.pp),
         )
-        if self._traits.continuous_batching:
-            lengths = (self._prompts, self._responses)
-            return continuous_generation(timer, at, lengths, cut, self._traits.kv_capacity_bytes)
-        return static_generation(timer, at, self._total, self._negated_prompts, cut)
 
     def _micro_batch(self, call: Call, layout: Layout, number: int) -> MicroBatch:
         """The mean micro-batch of the slowest replica."""
@@ -199,7 +220,7 @@ class CallPricer:
 
     def _timer(self, call: Call) -> tuple[StageTimer, StepPricer]:
         assert call.model is not None
-        found = self._timer_of.get(call.model)
+        found = self._timer_of.get(call.name)
         if found is None:
             model = self._models.get(call.model)
             if model is None:
@@ -208,9 +229,23 @@ class CallPricer:
                     f"{sorted(self._models)}. Describe the model."
                 )
             # Roles of one shape share their times.
-            found = self._timers.get(model)
+            alone = _runs_alone(self._graph, call)
+            found = self._timers.get((model, alone))
             if found is None:
-                timer = StageTimer(model, self._operations, self._cluster)
-                found = self._timers[model] = (timer, StepPricer(timer))
-            self._timer_of[call.model] = found
+                timer = StageTimer(model, self._operations, self._cluster, alone=alone)
+                found = self._timers[model, alone] = (timer, StepPricer(timer))
+            self._timer_of[call.name] = found
         return found
+
+
+def _runs_alone(graph: Graph, call: Call) -> bool:
+    """Whether every other call of an iteration needs this one's outputs, or comes before it for its own."""
+    before = {call.name}
+    for other in reversed(graph.ordered()):
+        if other.name in before:
+            before.update(parent.name for parent in graph.parents(other))
+    after = {call.name}
+    for other in graph.ordered():
+        if any(parent.name in after for parent in graph.parents(other)):
+            after.add(other.name)
+    return len(before | after) == len(graph.calls)

@@ -32,6 +32,7 @@ __all__ = [
     "Ends",
     "cache_bytes_per_token",
     "continuous_generation",
+    "first_pass_s",
     "static_ends",
     "static_generation",
 ]
@@ -200,6 +201,13 @@ def static_generation(
         return first
     step = _Step(*(np.array(_step(timer, at, cut.rows, contexts)) @ weights))
     return _plus(first, _sum(step, ends.width, ends.batches, cut.waves * ends.any_left))
+
+
+def first_pass_s(timer: StageTimer, at: Geometry, negated_prompts: Histogram, cut: Decoding) -> float:
+    """Of the first decoding batch over the layers of the stage that is fastest, in a call of the static engine."""
+    length = _shortest(negated_prompts, cut.num_sequences, cut.batches * cut.replicas)
+    times = timer.times(at.stages, Pass.PREFILL, MicroBatch(cut.rows, length, length, cut.rows), at.grid)
+    return min(time.seconds for time in times)
 
 
 def cache_bytes_per_token(model: ModelSpec, at: Geometry) -> int:

@@ -193,14 +193,18 @@ class Parts(NamedTuple):
 class StageTimer:
     """Times of one model's stages, cached by micro-batch and grid."""
 
-    def __init__(self, model: ModelSpec, operations: OperationCosts, cluster: Cluster) -> None:
+    def __init__(
+        self, model: ModelSpec, operations: OperationCosts, cluster: Cluster, *, alone: bool = False
+    ) -> None:
+        """Times on `cluster`; `alone`: nothing else runs meanwhile, for ranks that share the cores of their node."""
         self.model = model
         self.operations = operations
         self.overlap_slowdown = operations.overlap_slowdown if isinstance(operations, OverlapCosts) else 1.0
         self._per_node = cluster.devices_per_node
         shared = cluster.device.constants.get("cores_per_node")
         is_shared = isinstance(shared, int | float) and shared < self._per_node
-        self._busy_ranks = self._per_node if is_shared else 1
+        self._shares_cores = is_shared
+        self._alone = alone
         self._geometries: dict[tuple[Layout, int], Geometry] = {}
         self._parts: dict[tuple[Pass, MicroBatch, Grid], Parts] = {}
         self._curves: dict[tuple[float, tuple[float, ...], Grid], Array] = {}
@@ -216,7 +220,10 @@ class StageTimer:
         key = (layout, start % self._per_node)
         found = self._geometries.get(key)
         if found is None:
-            found = geometry(self.model.shape, layout, key[1], self._per_node, self._busy_ranks)
+            busy_ranks = min(layout.size, self._per_node) if self._alone else self._per_node
+            found = geometry(
+                self.model.shape, layout, key[1], self._per_node, busy_ranks if self._shares_cores else 1
+            )
             self._geometries[key] = found
         return found
 

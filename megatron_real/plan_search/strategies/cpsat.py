@@ -149,7 +149,9 @@ class _Timing:
     def __init__(self, problem: SearchProblem, model: Any, start: Solution) -> None:
         self._problem = problem
         self.terms = terms = Terms(problem, model)
-        self.exact = all(len(terms.siblings(name)) <= 2 for name in terms.home)
+        self.exact = all(
+            len(terms.siblings(name)) + (terms.stored(name) is not False) <= 2 for name in terms.home
+        )
         reference = start.period_s
         if start.assignment is None:
             reference = problem.evaluate(greedy.fastest(problem), problem.order).period_s
@@ -163,8 +165,9 @@ class _Timing:
             name: self._realloc_table(name) for model in terms.home for name in terms.siblings(model)
         }
         for choices in terms.choices.values():
+            moves = ("leave_s", "return_s", "state_leave_s", "state_return_s")
             self._most += max(
-                self._units(choice.option.leave_s) + self._units(choice.option.return_s) for choice in choices
+                sum(self._units(getattr(choice.option, field)) for field in moves) for choice in choices
             ) * len(terms.calls)
         for name in terms.calls:
             self._blocks[name] = list(self._events_of(name))
@@ -228,28 +231,37 @@ class _Timing:
             yield run
             return
         home = terms.home[model]
-        siblings = terms.siblings(model)
         frozen = not terms.calls[home].trains
         if frozen:
             yield from self._reload(name, home)
         if name in self._reallocs:
-            present = (terms.negated(terms.filled(name)),)
+            present = (terms.negated(terms.filled(name)), terms.negated(terms.stored(model)))
             yield _Event(self._start(), self._reallocs[name], (name, home), present)
-        if not frozen and name == home and siblings:
+        if frozen:
+            yield run
+            away = terms.where(home, lambda choice: choice.option.offload == "host")
+            others = [other for other in (home, *terms.siblings(model)) if other != name]
+            yield self._away(home, "leave_s", (away, *(terms.before(other, name) for other in others)))
+        elif name == home:
+            yield from self._training(name, terms.siblings(model), run)
+        else:
+            last = self._last_use(name)
+            at_once = terms.all((terms.temporary(name), terms.negated(terms.streams(name))))
+            yield self._away(home, "leave_s", (last, at_once))
+            yield run
+            yield self._away(home, "leave_s", (last, terms.negated(at_once)))
+
+    def _training(self, home: str, siblings: list[str], run: _Event) -> Iterable[_Event]:
+        """A training, and what comes back for it."""
+        terms = self.terms
+        parked = terms.where(home, lambda choice: choice.option.offload == "host")
+        yield self._away(home, "state_return_s", (parked,))
+        if siblings:
             dropped = terms.where(home, lambda choice: choice.option.drop_trained_weights)
             used = terms.any(terms.before(other, home) for other in siblings)
             yield self._away(home, "return_s", (dropped, used))
-        if not frozen and name != home:
-            last = self._last_use(name)
-            yield self._away(home, "leave_s", (last, terms.temporary(name)))
-            yield run
-            yield self._away(home, "leave_s", (last, terms.negated(terms.temporary(name))))
-        else:
-            yield run
-        if frozen:
-            away = terms.where(home, lambda choice: choice.option.offload == "host")
-            others = [other for other in (home, *siblings) if other != name]
-            yield self._away(home, "leave_s", (away, *(terms.before(other, name) for other in others)))
+        yield run
+        yield self._away(home, "state_leave_s", (parked,))
 
     def _away(self, home: str, field: str, present: tuple[Literal, ...]) -> _Event:
         """A move of a home copy."""
@@ -267,6 +279,10 @@ class _Timing:
         if first is not True:
             # What is there already takes no time, but the ranks of the home wait for each other all the same.
             yield _Event(self._start(), 0, (home,), (away, terms.negated(first)))
+        if terms.stored(model) is not False:
+            fresh = terms.negated(terms.found(name))
+            duration = terms.total(name, lambda choice: self._units(choice.option.return_s))
+            yield _Event(self._start(), duration, (name,), (terms.stored(model), fresh))
 
     def _last_use(self, name: str) -> Literal:
         """Whether the home's weights are dropped after this call: the last one before training that reads them."""
@@ -288,7 +304,8 @@ class _Timing:
         model = terms.model_of(name)
         assert model is not None
         sources = _one_of_each(terms.choices[terms.home[model]])
-        targets = _one_of_each(terms.choices[name])
+        targets = {_exposure(choice): choice for choice in terms.choices[name]}
+        taken = terms.grouped(name, _exposure)
         if len(sources) * len(targets) > _MAX_PAIRS:
             raise PlanError(
                 f"cpsat: found {len(sources)} * {len(targets)} pairs of copies of {model} for {name}; expected at "
@@ -298,14 +315,16 @@ class _Timing:
         most = 0
         for key, target in targets.items():
             price = {
-                other: 0 if other == key else self._units(self._problem.realloc_s(model, source, target))
+                other: 0
+                if other == key[:2]
+                else self._units(target.option.exposed_s(self._problem.realloc_s(model, source, target)))
                 for other, source in sources.items()
             }
             most = max(most, *price.values())
             total = sum(
                 units * terms.copies[terms.home[model]][other] for other, units in price.items() if units
             )
-            terms.add(duration >= total, (terms.copies[name][key],))
+            terms.add(duration >= total, (taken[key],))
         terms.model.add(duration <= most)
         self._most += most
         return duration
@@ -365,6 +384,13 @@ class _Timing:
         for rank in ranks_to_watch(terms):
             load = sum(terms.total(name, partial(self._units_on, rank)) for name in terms.calls)
             terms.model.add(load <= period)
+
+
+def _exposure(choice: Choice) -> tuple[Any, ...]:
+    """What the price of a reallocation to a choice's copy depends on; the copy comes first."""
+    option = choice.option
+    streamed = (option.first_share, option.first_pass_s) if option.stream else ()
+    return (choice.mesh, option.layout, *streamed)
 
 
 def _one_of_each(choices: Iterable[Choice]) -> dict[Any, Choice]:

@@ -72,16 +72,28 @@ class _Memory:
         terms = self._terms
         base = sum(
             self._variable(self._bytes(home, rank, partial(self._resident, home)))
-            for home in terms.home.values()
+            + self._at_least(self._bytes(home, rank, terms.problem.staging_of), self._sends(model))
+            for model, home in terms.home.items()
         )
         terms.model.add(base <= self._capacity)
+        for home in terms.home.values():
+            terms.model.add(base + self._bytes(home, rank, partial(self._parked, home)) <= self._capacity)
         for name in terms.calls:
             held, own = self._held(name, rank, base)
             active = 0
             if terms.model_of(name) is not None:
                 active = self._bytes(name, rank, lambda choice: choice.option.active_bytes)
+                active = active + self._bytes(name, rank, partial(self._parked, name))
             terms.model.add(held + active <= self._capacity)
+            streamed = (terms.reallocated(name), terms.streams(name))
+            staging = self._bytes(name, rank, terms.problem.staging_of)
+            terms.add(held + active + staging <= self._capacity, streamed)
             self._add_realloc(name, rank, held + own)
+
+    def _sends(self, model: str) -> Literal:
+        """Whether a reallocation of a model may go on while its home's ranks do something else."""
+        terms = self._terms
+        return terms.any(terms.streams(name) for name in terms.siblings(model))
 
     def _held(self, name: str, rank: int, base: Any) -> tuple[Any, Any]:
         """Bytes when a call starts to run, and those of its home's weights that were dropped right before."""
@@ -110,27 +122,39 @@ class _Memory:
             held = held + self._at_least(
                 self._bytes(other, rank, lambda choice: choice.option.weights_bytes), alive
             )
-        temporary = terms.temporary(name)
-        if temporary is not False:
+        model_of_call = terms.model_of(name)
+        apart = terms.temporary(name)
+        if model_of_call is not None:
+            apart = terms.any((apart, terms.stored(model_of_call)))
+        if apart is not False:
             own = self._bytes(name, rank, lambda choice: choice.option.weights_bytes)
-            held = held + self._at_least(own, temporary)
+            held = held + self._at_least(own, apart)
         return held, just_dropped
 
     def _add_realloc(self, name: str, rank: int, held: Any) -> None:
-        """While the copy is filled, its home's weights are still there, and both sides stage buckets."""
+        """While the copy is filled, its home's weights are still there, and both sides stage buckets.
+
+        Of a streamed one, what the home stages is counted all the time.
+        """
         terms = self._terms
-        model, temporary = terms.model_of(name), terms.temporary(name)
-        if model is None or temporary is False:
+        model, given = terms.model_of(name), terms.reallocated(name)
+        if model is None or given is False:
             return
-        sides = (name, terms.home[model])
-        staging = sum(terms.total(side, self._staging) for side in sides)
-        given = (temporary, terms.negated(terms.filled(name)))
-        for side in sides:
+        home, streams = terms.home[model], terms.streams(name)
+        receiving = terms.total(name, self._staging)
+        sending = terms.total(home, self._staging)
+        for side in (name, home):
             inside = terms.where(side, lambda choice: rank in choice.mesh)
-            terms.add(held + staging <= self._capacity, (*given, inside))
+            terms.add(held + receiving <= self._capacity, (given, inside, streams))
+            terms.add(held + receiving + sending <= self._capacity, (given, inside, terms.negated(streams)))
 
     def _staging(self, choice: Choice) -> int:
-        return self._terms.problem.staging_bytes(choice.option) // self._unit
+        return self._terms.problem.staging_of(choice) // self._unit
+
+    def _parked(self, home: str, choice: Choice) -> int:
+        """Gradients and optimizer state of a training that are on the host between trainings."""
+        parked = self._terms.calls[home].trains and choice.option.offload == "host"
+        return choice.option.state_bytes if parked else 0
 
     def _bytes(self, call: str, rank: int, value: Callable[[Choice], int]) -> Any:
         """Of a call's choice on a rank: a linear expression."""
@@ -160,9 +184,9 @@ class _Memory:
 
     def _resident(self, home: str, choice: Choice) -> int:
         """When an iteration starts: a trained model's weights are there, dropped later or not."""
-        if not self._terms.calls[home].trains and _is_away(choice):
-            return 0
-        return choice.option.weights_bytes + choice.option.state_bytes
+        if choice.option.offload == "none":
+            return choice.option.weights_bytes + choice.option.state_bytes
+        return choice.option.weights_bytes if self._terms.calls[home].trains else 0
 
     def _dropped_at(self, model: str, name: str) -> Literal:
         """Implies that a trained model's home weights are dropped while a call runs."""
@@ -184,6 +208,7 @@ class _Memory:
         ]
         if name in siblings:
             conditions.append(terms.temporary(name))
+            conditions.append(terms.any((terms.negated(terms.streams(name)), terms.filled(name))))
         else:
             conditions.append(terms.any(before))
         return terms.all(conditions)
@@ -206,16 +231,26 @@ class _Memory:
         """Temporary copies that wait for a later call while a call runs: whose, and whether."""
         terms = self._terms
         found = []
-        for model in terms.home:
-            siblings = terms.siblings(model)
-            for one in siblings:
-                for other in siblings:
+        for model, home in terms.home.items():
+            calls = (
+                [home, *terms.siblings(model)] if terms.stored(model) is not False else terms.siblings(model)
+            )
+            for one in calls:
+                for other in calls:
                     if one != other and name not in (one, other):
                         between = (terms.before(one, name), terms.before(name, other))
-                        alive = terms.all((*between, terms.keeps(one, other)))
+                        alive = terms.all((*between, self._keeps(model, one, other)))
                         if alive is not False:
                             found.append((one, alive))
         return found
+
+    def _keeps(self, model: str, one: str, other: str) -> Literal:
+        """Of two calls in this order: whether the copy of the first waits for the second."""
+        terms = self._terms
+        stored = terms.all((terms.stored(model), terms.same_copy(one, other)))
+        if terms.home[model] in (one, other):
+            return stored
+        return terms.any((stored, terms.keeps(one, other)))
 
 
 def _is_away(choice: Choice) -> bool:

@@ -42,9 +42,9 @@ class Terms:
         }
         for variables in self.chosen.values():
             model.add_exactly_one(variables)
-        self.windows = {name: self._grouped(name, lambda choice: choice.mesh) for name in self.calls}
+        self.windows = {name: self.grouped(name, lambda choice: choice.mesh) for name in self.calls}
         self.copies: dict[str, dict[Copy, Literal]] = {
-            name: self._grouped(name, lambda choice: (choice.mesh, choice.option.layout))
+            name: self.grouped(name, lambda choice: (choice.mesh, choice.option.layout))
             for name in self.calls
         }
         self.home = {model: graph.home_call(model).name for model in graph.models}
@@ -53,6 +53,9 @@ class Terms:
         self._overlap: dict[tuple[str, str], Literal] = {}
         self._same: dict[tuple[str, str], Literal] = {}
         self._filled: dict[str, Literal] = {}
+        self._reallocated: dict[str, Literal] = {}
+        self._stored: dict[str, Literal] = {}
+        self._streams: dict[str, Literal] = {}
 
     # Choices
 
@@ -79,7 +82,8 @@ class Terms:
     def model_of(self, call: str) -> str | None:
         return self.calls[call].model
 
-    def _grouped(self, call: str, key: Callable[[Choice], Hashable]) -> dict[Any, Literal]:
+    def grouped(self, call: str, key: Callable[[Choice], Hashable]) -> dict[Any, Literal]:
+        """By what choices of `call` have in common: whether one of them is taken."""
         groups: dict[Hashable, list[Literal]] = {}
         for choice, variable in zip(self.choices[call], self.chosen[call], strict=True):
             groups.setdefault(key(choice), []).append(variable)
@@ -211,6 +215,25 @@ class Terms:
             return False
         return self.negated(self.same_copy(call, self.home[model]))
 
+    def stored(self, model: str) -> Literal:
+        """Whether a model is in the nodes' host stores, from which every copy is filled."""
+        if model not in self._stored:
+            self._stored[model] = self.where(self.home[model], lambda choice: choice.option.offload == "node")
+        return self._stored[model]
+
+    def found(self, call: str) -> Literal:
+        """Whether an earlier call of the model, its home or another one, is on the same copy."""
+        model = self.model_of(call)
+        assert model is not None
+        others = (name for name in (self.home[model], *self.siblings(model)) if name != call)
+        return self.any(self.all((self.before(other, call), self.same_copy(other, call))) for other in others)
+
+    def streams(self, call: str) -> Literal:
+        """Whether the reallocation to the call's copy, if there is one, goes on beside the call."""
+        if call not in self._streams:
+            self._streams[call] = self.where(call, lambda choice: choice.option.stream)
+        return self._streams[call]
+
     def filled(self, call: str) -> Literal:
         """Whether an earlier call of the model has brought the weights into the call's temporary copy."""
         model = self.model_of(call)
@@ -224,6 +247,16 @@ class Terms:
             ]
             self._filled[call] = self.any(earlier) if earlier else False
         return self._filled[call]
+
+    def reallocated(self, call: str) -> Literal:
+        """Whether weights are reallocated to the call's copy right before it."""
+        model = self.model_of(call)
+        if model is None or call == self.home[model]:
+            return False
+        if call not in self._reallocated:
+            given = (self.temporary(call), self.negated(self.filled(call)), self.negated(self.stored(model)))
+            self._reallocated[call] = self.all(given)
+        return self._reallocated[call]
 
     def keeps(self, one: str, other: str) -> Literal:
         """Of two calls in this order: whether one temporary copy serves both, with no training between them."""

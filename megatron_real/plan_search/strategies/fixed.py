@@ -267,11 +267,13 @@ class _FamilySearch:
         home = call.model is not None and self._homes[call.model] == name
         # Only of a model's single call it is known where in the order the moves stand.
         frozen = home and not call.trains and len(self._graph.calls_of(call.model or "")) == 1
-        away = [option.offload == "host" for option in options]
+        away = [option.offload != "none" for option in options]
         resident = [self._resident(call, option) for option in options] if home else []
         return _Least(
             options=options,
-            leave_s=min(option.leave_s for option in options) if frozen and all(away) else 0.0,
+            leave_s=min(option.leave_s * (option.offload == "host") for option in options)
+            if frozen and all(away)
+            else 0.0,
             return_s=min(option.return_s for option in options) if frozen and all(away) else 0.0,
             resident=tuple(map(min, zip(*resident, strict=True))),
             own=tuple(
@@ -330,10 +332,13 @@ class _FamilySearch:
                 if call.name not in node.decided or name not in node.decided:
                     break
                 copy = self._copy(node, call)
-                if copy is not None and (key := (copy[1].mesh, copy[1].option.layout)) not in copies:
+                if copy is None or copy[0].option.offload == "node":
+                    continue
+                if (key := (copy[1].mesh, copy[1].option.layout)) not in copies:
                     copies.add(key)
                     meshes = (copy[1].mesh, copy[0].mesh)
-                    events[call.name] = Event("realloc", meshes, self._problem.realloc_s(model, *copy))
+                    seconds = copy[1].option.exposed_s(self._problem.realloc_s(model, *copy))
+                    events[call.name] = Event("realloc", meshes, seconds)
         return events
 
     def _copy(self, node: _Node, call: Call) -> tuple[Choice, Choice] | None:

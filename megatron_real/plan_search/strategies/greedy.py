@@ -32,6 +32,7 @@ from megatron_real.plan_search.problem import (
     SearchProblem,
     Solution,
 )
+from megatron_real.plan_search.strategies.tables import bare_costs
 
 __all__ = ["choices_of", "fastest", "least_memory", "pareto", "rank_peaks", "solve"]
 
@@ -178,21 +179,15 @@ def pareto(options: Sequence[Option], *, home: bool, alone: bool, lean: bool = F
     """
     kept: dict[object, list[tuple[float, ...]]] = {}
     chosen = set()
-    ranked = sorted((_costs(option, home=home)[lean:], index) for index, option in enumerate(options))
+    ranked = sorted((bare_costs(option, home=home)[lean:], index) for index, option in enumerate(options))
     for costs, index in ranked:
         option = options[index]
-        residence = (option.offload, option.drop_trained_weights) if home else None
+        residence = (option.offload, option.drop_trained_weights) if home else option.stream
         rivals = kept.setdefault((None if alone else option.layout, residence), [])
         if not any(all(a <= b for a, b in zip(other, costs, strict=True)) for other in rivals):
             rivals.append(costs)
             chosen.add(index)
     return tuple(option for index, option in enumerate(options) if index in chosen)
-
-
-def _costs(option: Option, *, home: bool) -> tuple[float, ...]:
-    """Seconds of the run first."""
-    costs = (option.seconds, option.weights_bytes, option.active_bytes)
-    return (*costs, option.state_bytes, option.leave_s, option.return_s) if home else costs
 
 
 def choices_of(problem: SearchProblem, call: str, *, lean: bool = False) -> list[Choice]:

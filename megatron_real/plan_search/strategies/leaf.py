@@ -192,9 +192,8 @@ class LeafSolver:
             if reallocs and call not in leaf.shared:
                 prices, homes = leaf.prices[call], self._home_layouts(domains, call)
                 joint = prices.joint(homes, domains[call])
-                layouts = {item.layout for item in domains[call]}
-                if len(homes) * len(layouts) <= _FEW_PRICES:
-                    alone = min([prices.floor(homes, layout) for layout in layouts])
+                if len(homes) * len(_layouts(domains[call])) <= _FEW_PRICES:
+                    alone = min([prices.floor(homes, item) for item in domains[call]])
             seconds[serial.realloc[call]] = alone
             seconds[serial.joint[call]] = joint
         slack = [INFINITY] * len(seconds)
@@ -225,11 +224,11 @@ class LeafSolver:
             left = [item for item in domain if item.seconds < limit]
             joint = self._serial.joint.get(call)
             if reallocs and joint is not None and call not in leaf.shared:
-                homes, layouts = self._home_layouts(domains, call), {item.layout for item in left}
-                if homes and len(homes) * len(layouts) <= _FEW_PRICES:
-                    floors = {layout: leaf.prices[call].floor(homes, layout) for layout in layouts}
+                homes = self._home_layouts(domains, call)
+                if homes and len(homes) * len(_layouts(left)) <= _FEW_PRICES:
                     limit = costs.seconds[joint] + costs.slack[joint]
-                    left = [item for item in left if item.seconds + floors[item.layout] < limit]
+                    floor = leaf.prices[call].floor
+                    left = [item for item in left if item.seconds + floor(homes, item) < limit]
             if len(left) < len(domain):
                 domains[call] = left
                 changed = True
@@ -265,7 +264,7 @@ class LeafSolver:
         for item in domain:
             if item.seconds >= best:
                 break
-            total = item.seconds + leaf.prices[call].price(home.layout, item.layout)
+            total = item.seconds + leaf.prices[call].price(home.layout, item)
             if total < best:
                 best, pick = total, item
         return best, pick
@@ -337,20 +336,24 @@ class LeafSolver:
             moved = call in self._serial.realloc
             if moved and call in leaf.shared:
                 return 0.0
-            moves = [self._tables.moves(call, item.option) for item in domain]
-            if not self._tables.alone[call] and len({item.option.offload for item in domain}) > 1:
+            if not self._tables.alone[call] and self._steps_differ(domains, call):
                 return 0.0
             floor = costs.seconds[self._serial.realloc[call]] if moved else 0.0
-            seconds.append(
-                (
-                    costs.seconds[call],
-                    floor,
-                    min([back for _, back in moves]),
-                    min([away for away, _ in moves]),
-                )
-            )
+            moves = [self._tables.moves(call, item.option) for item in domain]
+            back, away, state_back, state_away = map(min, zip(*moves, strict=True))
+            seconds.append((costs.seconds[call], floor, back, away, state_back, state_away))
         choices = self._choices(leaf, chosen)
         return min([self._kernel.period_with(choices, order, seconds) for order in leaf.orders])
+
+    def _steps_differ(self, domains: Domains, call: int) -> bool:
+        """Whether the options that are left of a call make other steps than each other, in other places."""
+        tables = self._tables
+        if tables.may_be_stored[call] or len({item.option.offload for item in domains[call]}) > 1:
+            return True
+        # A dropped home stays until the streamed call has ended.
+        streams = {item.option.stream for item in domains[call]}
+        drops = {item.option.drop_trained_weights for item in domains[tables.home[call]]}
+        return True in streams and True in drops and len(streams) + len(drops) > 2
 
     def _split_layouts(
         self, leaf: Placed, domains: Domains, chosen: Sequence[Item], costs: _Costs
@@ -358,7 +361,7 @@ class LeafSolver:
         """By the layout of a home copy, where the bound takes a reallocation for cheaper than it can be."""
         for call in self._serial.moved:
             home = self._tables.home[call]
-            price = leaf.prices[call].price(chosen[home].layout, chosen[call].layout)
+            price = leaf.prices[call].price(chosen[home].layout, chosen[call])
             taken = costs.seconds[home] + costs.seconds[self._serial.joint[call]]
             real = chosen[home].seconds + chosen[call].seconds + price
             layouts = dict.fromkeys(item.layout for item in domains[home])
@@ -406,6 +409,10 @@ class LeafSolver:
             half = len(domain) // 2
             small, large = domain[:half], domain[half:]
         return [small, large]
+
+
+def _layouts(items: Sequence[Item]) -> set[int]:
+    return {item.layout for item in items}
 
 
 def _bytes(item: Item, kind: int) -> int:

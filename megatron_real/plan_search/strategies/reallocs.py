@@ -19,7 +19,7 @@ INFINITY = float("inf")
 
 
 class PairPrices:
-    """Of the reallocation of one call, between two windows; layouts are numbers (see `Item`)."""
+    """Of the reallocation of one call, between two windows; layouts of the home are numbers (see `Item`)."""
 
     def __init__(self, tables: Tables, call: int, home_window: int, window: int) -> None:
         model = tables.calls[call].model
@@ -36,22 +36,22 @@ class PairPrices:
         self._known: dict[tuple[int, int], float] = {}
         self._joint: float | None = None
 
-    def price(self, source: int, target: int) -> float:
-        """Seconds to fill a copy of layout `target` from a home copy of layout `source`; 0 if it is that copy."""
-        if self._same and source == target:
+    def price(self, source: int, item: Item) -> float:
+        """What it adds to fill the copy of `item` from a home copy of layout `source`; 0 if it is that copy."""
+        if self._same and source == item.layout:
             return 0.0
-        known = self._known.get((source, target))
+        known = self._known.get((source, item.layout))
         if known is None:
             home = Choice(self._meshes[0], self._homes[source])
-            other = Choice(self._meshes[1], self._others[target])
-            known = self._known[source, target] = self._problem.realloc_s(self._model, home, other)
-        return known
+            other = Choice(self._meshes[1], self._others[item.layout])
+            known = self._known[source, item.layout] = self._problem.realloc_s(self._model, home, other)
+        return item.option.exposed_s(known)
 
-    def floor(self, sources: Collection[int], target: int) -> float:
+    def floor(self, sources: Collection[int], item: Item) -> float:
         """The least from any of the layouts `sources`."""
-        if self._same and target in sources:
+        if self._same and item.layout in sources:
             return 0.0
-        return min([self.price(source, target) for source in sources])
+        return min([self.price(source, item) for source in sources])
 
     def joint(self, sources: Collection[int], items: Sequence[Item]) -> float:
         """The least of a reallocation and its call together; `items` come fastest first."""
@@ -61,8 +61,9 @@ class PairPrices:
             if item.seconds >= best:
                 break
             if item.layout not in seen:
-                seen.add(item.layout)
-                best = min(best, item.seconds + self.floor(sources, item.layout))
+                if not item.option.stream:
+                    seen.add(item.layout)
+                best = min(best, item.seconds + self.floor(sources, item))
         return best
 
     @property

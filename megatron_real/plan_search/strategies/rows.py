@@ -47,8 +47,8 @@ class Rows(NamedTuple):
 class Serial:
     """Finds rows and frames. Tasks are the calls, then a reallocation for each call that is not its model's home.
 
-    A row names a call together with its reallocation by a third number, ``joint``: their sum has a better bound than
-    its parts.
+    There is none for calls of a model that may be in the nodes' host stores. A row names a call together with its
+    reallocation by a third number, ``joint``: their sum has a better bound than its parts.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -57,7 +57,9 @@ class Serial:
         self.moved = [
             call
             for call in range(self.num_calls)
-            if tables.calls[call].model is not None and not tables.is_home(call)
+            if tables.calls[call].model is not None
+            and not tables.is_home(call)
+            and not tables.may_be_stored[call]
         ]
         self.realloc = {call: self.num_calls + index for index, call in enumerate(self.moved)}
         self.joint = {call: task + len(self.moved) for call, task in self.realloc.items()}

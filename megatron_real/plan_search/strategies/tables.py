@@ -17,7 +17,7 @@ from megatron_real.dataflow import Call
 from megatron_real.layout import Layout, Mesh
 from megatron_real.plan_search.problem import Option, SearchProblem
 
-__all__ = ["Item", "Tables", "WindowTree"]
+__all__ = ["Item", "Tables", "WindowTree", "bare_costs"]
 
 
 class Item(NamedTuple):
@@ -35,6 +35,8 @@ class Item(NamedTuple):
     shared: int
     """The same if it runs on its model's home copy: that is not counted."""
     layout: int
+    """Equal for options of one layout. A home that is in the nodes' host stores has none in common with others: there
+    is no copy to share."""
     option: Option
 
 
@@ -156,7 +158,9 @@ class Tables:
         self.holds_full = self._full()
         self._staging_bytes = [self._least_staging(call.name) for call in graph.calls]
         """Of a reallocation to or from the call's copy, at least."""
-        self._layouts: dict[Layout, int] = {}
+        self._layouts: dict[tuple[Layout, bool], int] = {}
+        self.may_be_stored = [self._may_be_stored(self.home[call]) for call in range(self.num_calls)]
+        """Whether a call's model may be in the nodes' host stores: then nothing is known of reallocations."""
         self.tree = WindowTree([*problem.meshes, *problem.pinned.values()])
         self.items: list[dict[int, tuple[Item, ...]]] = [self._items(call) for call in range(self.num_calls)]
         """By call and window size, fastest first."""
@@ -175,6 +179,12 @@ class Tables:
         problem = self.problem
         found = (problem.options.get((call, mesh.size), ()) for mesh in problem.meshes_of(call))
         return min((problem.staging_bytes(option) for options in found for option in options), default=0)
+
+    def _may_be_stored(self, home: int) -> bool:
+        name = self.calls[home].name
+        meshes = self.problem.meshes_of(name)
+        options = (option for mesh in meshes for option in self.problem.options_on(name, mesh))
+        return any(option.offload == "node" for option in options)
 
     def is_home(self, call: int) -> bool:
         return self.calls[call].model is not None and self.home[call] == call
@@ -228,8 +238,9 @@ class Tables:
         """Options of one class can stand in for each other."""
         if self.alone[call]:
             return ()
-        layout = self._layout(option.layout)
-        return (layout, option.offload, option.drop_trained_weights) if self.is_home(call) else (layout,)
+        if self.is_home(call):
+            return (option.layout, option.offload, option.drop_trained_weights)
+        return (option.layout, option.stream)
 
     def _costs(self, call: int, options: Sequence[Option]) -> list[tuple[float, ...]]:
         """What must be nowhere worse for an option to replace another of its class."""
@@ -237,34 +248,28 @@ class Tables:
             items = [self._item(call, option) for option in options]
             moves = [self.moves(call, option) for option in options]
             return [
-                (item.seconds, *move, item.kept, item.full, item.own)
+                (item.seconds, *move, item.option.state_bytes, item.kept, item.full, item.own)
                 for item, move in zip(items, moves, strict=True)
             ]
-        if not self.is_home(call):
-            return [(option.seconds, option.weights_bytes, option.active_bytes) for option in options]
-        return [
-            (
-                option.seconds,
-                option.weights_bytes,
-                option.state_bytes,
-                option.active_bytes,
-                option.leave_s,
-                option.return_s,
-            )
-            for option in options
-        ]
+        return [bare_costs(option, home=self.is_home(call)) for option in options]
 
-    def moves(self, call: int, option: Option) -> tuple[float, float]:
-        """Seconds of the offload and the reload that an iteration always has."""
+    def moves(self, call: int, option: Option) -> tuple[float, float, float, float]:
+        """Seconds of the reload and the offload that an iteration always has: of weights, then of optimizer state."""
+        if not self.is_home(call):
+            return 0.0, 0.0, 0.0, 0.0
         used = any(
             other != call and self.home[other] == call and self.before[call] >> other & 1
             for other in range(self.num_calls)
         )
         dropped = option.drop_trained_weights and used
-        offloaded = option.offload == "host" and not self._trained(call)
-        return (
-            (option.leave_s, option.return_s) if self.is_home(call) and (dropped or offloaded) else (0.0, 0.0)
-        )
+        if self.calls[call].trains:
+            weights = (option.return_s, option.leave_s) if dropped else (0.0, 0.0)
+            state = (option.state_return_s, option.state_leave_s) if option.offload == "host" else (0.0, 0.0)
+            return *weights, *state
+        if option.offload == "host":
+            return option.return_s, option.leave_s, 0.0, 0.0
+        stored = option.offload == "node" and self.alone[call]  # else another call may have filled the copy
+        return option.return_s if stored else 0.0, 0.0, 0.0, 0.0
 
     def _trained(self, call: int) -> bool:
         model = self.calls[call].model
@@ -279,19 +284,25 @@ class Tables:
         if not self.is_home(call):
             # Of several such calls, one may find the copy filled.
             fills = sum(1 for other, home in enumerate(self.home) if home == self.home[call] != other) == 1
-            staging = self.problem.staging_bytes(option) + self._staging_bytes[self.home[call]]
-            own = weights + (max(active, staging) if fills else active)
+            staging = self.problem.staging_bytes(option)
+            if not fills or self.may_be_stored[call]:
+                own = weights + active
+            elif option.stream:
+                own = weights + active + staging
+            else:
+                own = weights + max(active, staging + self._staging_bytes[self.home[call]])
             return Item(option.seconds, load, 0, 0, own, active, layout, option)
-        if option.offload == "host" and not self._trained(call):
-            return Item(option.seconds, load, 0, 0, weights + active, weights + active, layout, option)
-        full = option.state_bytes + weights
-        kept = full
-        if option.drop_trained_weights and not self.alone[call]:
-            kept = option.state_bytes
-        return Item(option.seconds, load, kept, full, full + active, full + active, layout, option)
+        own = option.state_bytes + weights + active
+        if not self.calls[call].trains and option.offload != "none":
+            if option.offload == "node":
+                layout = self._layout(option.layout, stored=True)
+            return Item(option.seconds, load, 0, 0, own, own, layout, option)
+        state = option.state_bytes if option.offload == "none" else 0
+        kept = state if option.drop_trained_weights and not self.alone[call] else state + weights
+        return Item(option.seconds, load, kept, state + weights, own, own, layout, option)
 
-    def _layout(self, layout: Layout) -> int:
-        return self._layouts.setdefault(layout, len(self._layouts))
+    def _layout(self, layout: Layout, *, stored: bool = False) -> int:
+        return self._layouts.setdefault((layout, stored), len(self._layouts))
 
     def _twins(self) -> list[int]:
         """The call before it with which a frozen call may change places; -1 where there is none."""
@@ -324,6 +335,15 @@ class Tables:
                 for size in self.items[one]
             )
         )
+
+
+def bare_costs(option: Option, *, home: bool) -> tuple[float, ...]:
+    """What an option must be nowhere worse in to stand in for another of its layout and residence: seconds first."""
+    costs = (option.seconds, option.weights_bytes, option.active_bytes, option.return_s)
+    if home:
+        moves = (option.leave_s, option.state_return_s, option.state_leave_s)
+        return (*costs, option.state_bytes, *moves)
+    return (*costs, option.first_share, -option.first_pass_s)
 
 
 def _pareto(options: Sequence[Option], costs: Sequence[tuple[float, ...]]) -> list[Option]:

@@ -69,6 +69,24 @@ def test_interleaved_and_uneven_stages() -> None:
     assert args.num_virtual_stages_per_pipeline_rank is None
 
 
+def test_hybrid_patterns_say_their_stages_themselves() -> None:
+    for layout, staged in (
+        ({"dp": 2, "pp": 2}, "*-|*-"),
+        ({"dp": 2, "pp": 2, "vpp": 2}, "*|-|*|-"),
+        ({"dp": 2, "pp": 2, "layers": (1, 3)}, "*|-*-"),
+        ({"dp": 4}, "*-*-"),
+    ):
+        for pattern in ("*-*-", staged):
+            args = _args(hybrid_layer_pattern=pattern, num_layers=None)
+            apply_plan(args, _plan(layout, num_microbatches=2), ["--hybrid-layer-pattern", pattern])
+            assert args.hybrid_layer_pattern == staged
+            assert args.pipeline_model_parallel_layout is None
+            assert args.num_virtual_stages_per_pipeline_rank is None
+            assert args.num_layers_per_virtual_pipeline_stage is None
+    with pytest.raises(ConfigError, match=r"found '\*\|-\*-'; expected '\*-\*-', or '\*-\|\*-'"):
+        apply_plan(_args(hybrid_layer_pattern="*|-*-"), _plan({"dp": 2, "pp": 2}), [])
+
+
 def test_experts_are_spread_over_the_ranks_of_a_stage() -> None:
     args = _args(num_experts=4)
     apply_plan(args, _plan({"dp": 4, "ep": 2}), [])

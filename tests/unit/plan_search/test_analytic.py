@@ -348,10 +348,10 @@ def test_collectives_never_fall_with_bytes_or_nodes(
 def test_the_same_question_is_answered_from_the_cache() -> None:
     prices, model = AnalyticCost(load_device("h100")), ModelSpec(shape=DENSE)
     first = prices.layer(model, 0, Pass.FORWARD, BATCH, Grid(tp=2))
-    begin = time.perf_counter()
+    begin = time.process_time()
     for _ in range(2000):
         assert prices.layer(model, 0, Pass.FORWARD, BATCH, Grid(tp=2)) is first
-    assert time.perf_counter() - begin < 2.0  # 5 us each; a loaded machine is slower
+    assert time.process_time() - begin < 2.0  # 5 us each
 
 
 def test_measured_latencies_of_hopper() -> None:

@@ -313,6 +313,12 @@ def test_ranks_share_the_cores_of_a_small_node() -> None:
         assert {grid.busy_ranks for _, _, grid in costs.batches} == {busy}
 
 
+def test_a_call_that_all_others_wait_for_has_the_cores_for_itself() -> None:
+    costs = FakeCosts()
+    price("actor_gen", "d2t1p1", costs, per_node=4, constants={"cores_per_node": 2})
+    assert {grid.busy_ranks for _, _, grid in costs.batches} == {2}
+
+
 def test_a_function_has_a_time_per_sequence() -> None:
     assert price("rew_inf", "d8t1p1", FakeCosts()).seconds == pytest.approx(4 * 0.5)
     assert price("rew_inf", "d5t1p1", FakeCosts()).seconds == pytest.approx(7 * 0.5)

@@ -186,3 +186,19 @@ def test_rows_and_memory_that_only_one_side_knows() -> None:
 def test_the_median_of_the_slowest_rank() -> None:
     spans = [span(rank, i, "realloc:x", 0, (1 + rank) * (1 + i)) for rank in range(2) for i in range(3)]
     assert instruction_seconds(spans, {0, 1, 2}) == {(SpanKind.REALLOC, "realloc:x"): 4.0}
+
+
+def test_what_a_call_waits_for_streamed_weights_is_the_reallocs() -> None:
+    def span(rank: int, kind: SpanKind, start_s: float, end_s: float, **facts: float) -> Span:
+        name = f"{kind.value}:actor_gen"
+        return Span(rank=rank, iteration=0, name=name, kind=kind, start_s=start_s, end_s=end_s, facts=facts)
+
+    spans = [
+        span(0, SpanKind.REALLOC, 0.0, 0.125),
+        span(0, SpanKind.RUN, 0.125, 1.125, stream_wait_s=0.25),
+        span(1, SpanKind.REALLOC, 0.0, 0.0625),  # a rank that only sends goes on
+    ]
+    assert instruction_seconds(spans, {0}) == {
+        (SpanKind.REALLOC, "realloc:actor_gen"): 0.375,
+        (SpanKind.RUN, "run:actor_gen"): 0.75,
+    }

@@ -42,7 +42,8 @@ def _neighbours(found: Planner, plan: Plan, call: Call, kind: Kind) -> Iterator[
                 then = option.placement(Mesh(window.start, window.stop))
                 if any(placement_problems(call, then)) or then == now:
                     continue
-                stays = (then.offload, then.drop_trained_weights) == (now.offload, now.drop_trained_weights)
+                names = ("offload", "drop_trained_weights", "stream")
+                stays = all(getattr(then, name) == getattr(now, name) for name in names)
                 a, b = then.parallel, now.parallel
                 if (kind is Kind.LAYOUT and a != b and stays) or (kind is Kind.WORK and a == b):
                     yield then

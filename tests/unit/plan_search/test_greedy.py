@@ -50,7 +50,7 @@ def test_repairs_what_does_not_fit(seed: int, capacity: int) -> None:
 
 def test_some_repairs_are_needed_and_succeed() -> None:
     repaired = 0
-    for seed in range(6):
+    for seed in range(12):
         problem = small_problem(seed, graph_of("grpo"), capacity=250, keep=0.4)
         if not problem.evaluate(fastest(problem)).fits:
             repaired += solve(problem, Limits()).assignment is not None

@@ -18,7 +18,17 @@ from megatron_real.plan_search.memory import MemoryModel, copy_memory
 from megatron_real.plan_search.memory_report import MemoryReport, memory_report
 from megatron_real.plan_search.models import ModelSpec
 from megatron_real.plan_search.workload import LengthDistribution, Workload
-from megatron_real.program import Offload, Program, Realloc, Reload, Run, Step, Transfer, compile_program
+from megatron_real.program import (
+    Offload,
+    Program,
+    Realloc,
+    Reload,
+    Run,
+    Save,
+    Step,
+    Transfer,
+    compile_program,
+)
 
 SHAPE = ModelShape(
     num_layers=4,
@@ -85,6 +95,22 @@ PLANS = {
     },
     "dropped": CALLS
     | {"actor_train": _place(0, tp=2, pp=2, options={"num_microbatches": 4, "drop_trained_weights": True})},
+    "streamed": CALLS
+    | {
+        "actor_gen": _place(0, dp=8, options={"stream": True}),
+        "critic_inf": _place(2, dp=4, options={"stream": True}),
+        "actor_train": _place(0, tp=2, pp=2, options={"num_microbatches": 4, "drop_trained_weights": True}),
+    },
+    "stored": CALLS
+    | {
+        "ref_inf": _place(0, dp=2, pp=2, options={"offload": "node"}),
+        "rew_inf": _place(2, dp=2, tp=2, options={"offload": "node"}),
+    },
+    "parked": CALLS
+    | {
+        "actor_train": _place(0, tp=2, pp=2, options={"drop_trained_weights": True, "offload": "host"}),
+        "critic_train": _place(4, dp=2, pp=2, options={"offload": "host"}),
+    },
     "one window": {name: _place(0, dp=8) for name in CALLS},
     "overlapping": CALLS | {"critic_train": _place(2, pp=2, tp=2), "critic_inf": _place(3, dp=3)},
 }
@@ -92,11 +118,15 @@ PLANS = {
 
 def test_a_copy_by_hand() -> None:
     spec = ModelSpec(shape=SHAPE)
-    assert copy_memory(spec, Layout(), False) == ((2 * WHOLE,), (0,))
+    assert copy_memory(spec, Layout(), False) == ((2 * WHOLE,), (0,), (0,))
     # All parameters are multiples of 64 here, and what is left of the last bucket is 0.
     padded = -(-WHOLE // 128) * 128
-    assert copy_memory(spec, Layout(), True) == ((2 * padded,), ((4 + 12) * padded,))
-    assert copy_memory(spec, Layout(dp=4), True) == ((2 * padded,), (4 * padded + 3 * padded,))
+    assert copy_memory(spec, Layout(), True) == ((2 * padded,), ((4 + 12) * padded,), (12 * padded,))
+    assert copy_memory(spec, Layout(dp=4), True) == (
+        (2 * padded,),
+        (4 * padded + 3 * padded,),
+        (3 * padded,),
+    )
     assert copy_memory(replace(spec, param_dtype="float32"), Layout(dp=2, cp=2), True).state_bytes == (
         6 * padded,
     )
@@ -198,8 +228,9 @@ class _OneRank:
             copy = program.home(model)
             if rank in copy.mesh:
                 self.add(copy)
-                if program.plan.calls[program.graph.home_call(model).name].offload == "host":
-                    self.held.pop(copy)  # `MegatronBackend.rest`
+                if program.plan.calls[program.graph.home_call(model).name].offload != "none":
+                    # `MegatronBackend.rest`
+                    self.held.pop((copy, "state") if program.graph.trained(model) else copy)
 
     def sizes(self, copy: Any) -> tuple[int, int]:
         trained = copy == self.program.home(copy.model) and GRAPH.trained(copy.model)
@@ -211,26 +242,42 @@ class _OneRank:
         self.held[copy], self.held[copy, "state"] = self.sizes(copy)
         self.see()
 
+    def bring(self, copy: Any, what: str) -> None:
+        weights, state = self.sizes(copy)
+        self.held[copy if what == "weights" else (copy, what)] = weights if what == "weights" else state
+        self.see()
+
     def see(self, more: int = 0) -> None:
         self.peak = max(self.peak, sum(self.held.values()) + more)
 
     def take(self, step: Step) -> None:
+        for realloc in step.finish:
+            self.held.pop(realloc.name)
         match step.instruction:
             case Run() as run:
                 placement = self.program.plan.calls[run.call]
                 found = self.memory.call_memory(GRAPH.call(run.call), placement)
                 self.see(found.active_bytes[coordinates_of(self.rank, placement.mesh, placement.parallel).pp])
+                self.held.pop(f"realloc:{run.call}", None)
                 if run.release:
                     self.held.pop(run.copy)
-            case Realloc(source=source, target=target):
+            case Realloc(source=source, target=target) as realloc:
                 if self.rank in target.mesh:
                     self.add(target)
                 sides = [copy for copy in (source, target) if self.rank in copy.mesh]
-                self.see(sum(2 * min(32 << 20, self.held[copy]) for copy in sides))
-            case Reload(copy=copy):
-                self.add(copy)
-            case Offload(copy=copy):
-                self.held.pop(copy)
+                staging = sum(2 * min(32 << 20, self.held[copy]) for copy in sides)
+                self.see(staging)
+                if realloc.stream:
+                    self.held[realloc.name] = staging
+            case Reload(copy=copy, what=what):
+                self.bring(copy, what)
+            case Offload(copy=copy, what=what):
+                self.held.pop(copy if what == "weights" else (copy, what))
+            case Save():
+                for model in GRAPH.models:
+                    home = self.program.home(model)
+                    if self.rank in home.mesh and (home, "state") not in self.held and GRAPH.trained(model):
+                        self.see(self.sizes(home)[1])
             case Transfer():
                 pass
 
@@ -261,6 +308,15 @@ def test_hosts_hold_what_was_offloaded() -> None:
     ref = copy_memory(memory.models["ref"], Layout(dp=2, pp=2), False).weights_bytes
     reward = copy_memory(memory.models["reward"], Layout(dp=2, tp=2), False).weights_bytes
     assert found == (2 * sum(ref) + 2 * reward[0], 2 * reward[0])
+    whole = [copy_memory(memory.models[name], Layout(), False).weights_bytes[0] for name in ("ref", "reward")]
+    assert memory_report(memory, _program(memory, **PLANS["stored"])).host_bytes == (sum(whole), whole[1])
+    actor = copy_memory(memory.models["actor"], Layout(tp=2, pp=2), True).optimizer_bytes
+    critic = copy_memory(memory.models["critic"], Layout(dp=2, pp=2), True).optimizer_bytes
+    report = memory_report(memory, _program(memory, **PLANS["parked"]))
+    assert report.host_bytes == (2 * sum(actor), 2 * sum(critic))
+    (problem,) = report.host_problems(max(report.host_bytes) - 1)
+    assert problem.path == f"host memory of node {report.host_bytes.index(max(report.host_bytes))}"
+    assert not [*report.host_problems(None), *report.host_problems(max(report.host_bytes))]
 
 
 def test_a_plan_that_fits_has_no_problems() -> None:

@@ -293,7 +293,7 @@ def priced_programs(draw: st.DrawFn) -> tuple[Program, Table]:
     return program, Table(calls, transfers)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(priced_programs())
 def test_every_rank_does_what_it_would_do_by_itself(case: tuple[Program, Table]) -> None:
     program, prices = case
@@ -326,7 +326,7 @@ def _check_waits(spans: list[Span]) -> None:
             assert (after.name, after.iteration, after.start_s) == (span.name, span.iteration, span.end_s)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(priced_programs())
 def test_the_period_is_the_growth_in_the_long_run(case: tuple[Program, Table]) -> None:
     program, prices = case

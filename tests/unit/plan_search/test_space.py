@@ -113,7 +113,7 @@ def test_no_option_of_a_layout_is_beaten_by_another_one() -> None:
         for option in options:
             by_layout.setdefault(option.layout, []).append(option)
         for found in by_layout.values():
-            plain = [o for o in found if o.offload == "none" and not o.drop_trained_weights]
+            plain = [o for o in found if o.offload == "none" and not o.drop_trained_weights and not o.stream]
             for one in plain:
                 assert not any(
                     other is not one
@@ -136,6 +136,46 @@ def test_what_is_pruned_is_beaten_by_what_stays() -> None:
                 <= option.active_bytes + option.weights_bytes + 2 * step
                 for kept in pruned.options[call, size]
             )
+
+
+def test_streaming_and_offload_are_offered_where_there_is_something_to_move() -> None:
+    found: dict[str, set[tuple[str, bool, bool]]] = {}
+    for (call, _), options in space(keep_layouts=True).problem.options.items():
+        found.setdefault(call, set()).update(
+            (option.offload, option.drop_trained_weights, option.stream) for option in options
+        )
+    plain, streamed = ("none", False, False), ("none", False, True)
+    assert found["actor_gen"] == found["critic_inf"] == {plain, streamed}
+    # A copy from the store takes as long as one from the rank's own host memory; of equal options the first stays.
+    assert found["ref_inf"] == found["rew_inf"] == {plain, ("host", False, False)}
+    assert found["actor_train"] == {
+        plain,
+        ("none", True, False),
+        ("host", False, False),
+        ("host", True, False),
+    }
+    without = planner().space(SpaceOptions(offload=False, stream=False)).problem.options
+    assert {(o.offload, o.stream) for options in without.values() for o in options} == {("none", False)}
+    streams = [o for o in space(keep_layouts=True).problem.options["actor_gen", 4] if o.stream]
+    assert all(0 < option.first_share <= 1 and option.first_pass_s > 0 for option in streams)
+
+
+def test_what_no_host_has_room_for_is_not_offered() -> None:
+    def offloads(name: str, call: str, host_memory: int | None) -> set[str]:
+        one = planner(graph_of(name))
+        spec = ClusterSpec(devices_per_node=8, device="h100", host_memory=host_memory)
+        changed = Planner(one.graph, one.prices.models, spec, one.workload)
+        found = changed.space(SpaceOptions(plan_only=True), {call: Pin(layout={"dp": 8})})
+        return {o.offload for o in found.problem.options[call, 8]}
+
+    assert offloads("remax", "rew_inf", None) == {"none", "host", "node"}, (
+        "two calls: a store needs no realloc"
+    )
+    assert offloads("remax", "rew_inf", 2**20) == {"none"}
+    assert offloads("ppo", "ref_inf", None) == {"none", "host"}
+    # Eight copies are too much for a host that has room for one.
+    store = planner().prices.memory.store_bytes("ref")
+    assert offloads("ppo", "ref_inf", store) == {"none", "node"}
 
 
 def test_a_model_with_experts_is_offered_expert_parallelism() -> None:

@@ -270,3 +270,17 @@ def test_the_recorder_writes_rows_and_lengths_and_warns_once(
     assert rows[3]["response/mean"] == 193
     lengths = json.loads((tmp_path / "response_lengths.json").read_text())
     assert lengths == [190 + i for i in range(8) for _ in range(64)]
+
+
+def test_after_a_change_of_plan_calls_are_those_of_the_new_one(tmp_path: Path) -> None:
+    """Under the later plan the actor generates as one group of two ranks: the last one to come tells the time."""
+    program = four_ranks()
+    layouts = {"actor": "d1t2p1", "actor_gen": "d1t2p1", "critic_inf": "d2t1p1"}
+    graph = ppo_graph("function")
+    later = compile_program(graph, split(graph, ClusterSpec(devices_per_node=4), layouts=layouts))
+    recorder = IterationRecorder(MetricsWriter(tmp_path, tensorboard=False), program, later={2: later})
+    for iteration in range(4):
+        recorder.take(iteration, {SECONDS: {"actor_gen/0": 2.0, "actor_gen/1": 3.0}})
+    recorder.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["seconds/actor_gen"] for row in rows] == [3.0, 3.0, 2.0, 2.0]
