@@ -4,11 +4,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest
-# Pure tests first: the cheapest failure is the first one seen.
+# Tests that start ranks run one after another in one worker, whatever their number (tests/conftest.py).
+WORKERS ?= 2
+PARALLEL := --numprocesses=$(WORKERS)
 RINGS := $(wildcard tests/policy tests/unit tests/property tests/golden tests/hooks tests/distributed tests/examples tests/e2e tests/gpu)
 
 .PHONY: help install demo test test-pure test-gpu lint format invariance bench-instruction bench-search \
-	bench-paper bench-estimator bench-speedup clean
+	bench-paper bench-estimator bench-speedup bench-realloc bench-realloc-plan clean
 
 help:
 	@echo "make demo               pretrain a small GPT, then PPO under a plan on four ranks (CPU; about 10 minutes)"
@@ -22,6 +24,8 @@ help:
 	@echo "make bench-paper        predicted step times beside those that the ReaL paper published"
 	@echo "make bench-estimator    prices and memory against published measurements"
 	@echo "make bench-speedup      presets and the searched plan, run for real on 2 and 4 CPU ranks (20 minutes)"
+	@echo "make bench-realloc      reallocation beside Megatron's own, a checkpoint and the bare wire (6 minutes)"
+	@echo "make bench-realloc-plan planning a reallocation for up to 4,096 ranks"
 
 $(STAMP): setup.py megatron_real.pth .ci/find-python
 	@python="$$(PYTHON='$(PYTHON)' .ci/find-python)" && { test -x $(BIN)/python || "$$python" -m venv $(VENV); }
@@ -35,10 +39,10 @@ demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	@$(PYTEST) $(RINGS) $(PYTEST_ARGS)
+	@$(PYTEST) $(PARALLEL) $(RINGS) $(PYTEST_ARGS)
 
 test-pure: $(STAMP)
-	@$(PYTEST) $(wildcard tests/policy tests/unit tests/property tests/golden) $(PYTEST_ARGS)
+	@$(PYTEST) $(PARALLEL) $(wildcard tests/policy tests/unit tests/property tests/golden) $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)
 	@$(PYTEST) tests/gpu -m gpu $(PYTEST_ARGS)
@@ -59,8 +63,11 @@ invariance: $(STAMP)
 bench-instruction: $(STAMP)
 	@$(BIN)/python benchmarks/instruction_cost.py
 
-bench-search bench-paper bench-estimator bench-speedup: bench-%: $(STAMP)
+bench-search bench-paper bench-estimator bench-speedup bench-realloc: bench-%: $(STAMP)
 	@$(BIN)/python benchmarks/$*.py
+
+bench-realloc-plan: $(STAMP)
+	@$(BIN)/python benchmarks/realloc_plan.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

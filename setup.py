@@ -38,6 +38,7 @@ DEV = [
     "mypy>=1.11",
     "pytest>=8.2",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "ruff>=0.9",
 ]
 TE = ["transformer-engine[pytorch]>=2.0"]

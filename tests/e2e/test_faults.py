@@ -101,13 +101,12 @@ def test_every_fault_ends_all_ranks_and_the_run_goes_on(tmp_path: Path) -> None:
     whole = start(options_of(tmp_path / "whole"))
     wait([whole], 120)
     assert whole.codes == dict.fromkeys(WORLD, 0), whole.logs()
-    for fault in ("kill@0:1:actor_train", "kill@3:1:save"):
-        folder = jobs[fault].folder
-        resumed = start(options_of(folder) | {"resume": True}, tag="resumed")
-        wait([resumed], 120)
-        assert resumed.codes == dict.fromkeys(WORLD, 0), f"{fault}: {resumed.logs()}"
-        assert numbers(folder) == pytest.approx(numbers(whole.folder), rel=1e-6), fault
-        assert not list(folder.glob("failure-rank*")), "they are of the run that failed"
+    folder = jobs["kill@3:1:save"].folder  # the hardest: a checkpoint is there in part
+    resumed = start(options_of(folder) | {"resume": True}, tag="resumed")
+    wait([resumed], 120)
+    assert resumed.codes == dict.fromkeys(WORLD, 0), resumed.logs()
+    assert numbers(folder) == pytest.approx(numbers(whole.folder), rel=1e-6)
+    assert not list(folder.glob("failure-rank*")), "they are of the run that failed"
 
 
 def numbers(folder: Path) -> dict[str, float]:
