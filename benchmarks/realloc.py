@@ -203,7 +203,9 @@ def measure(case: Case, repetitions: int, skip: Sequence[str], folder: Path) -> 
             "messages": int(over_ranks(report.messages, dist.ReduceOp.SUM)) // 2,
             "staging_peak_bytes": int(over_ranks(report.staging_peak_bytes, dist.ReduceOp.MAX)),
             "rank_bytes": int(over_ranks(report.bytes_moved, dist.ReduceOp.MAX)),
-            "contiguous_share": round(over_ranks(limit.contiguous_bytes, dist.ReduceOp.SUM) / received, 3),
+            "contiguous_share": round(
+                over_ranks(limit.contiguous_bytes, dist.ReduceOp.SUM) / max(received, 1), 3
+            ),
             "why": watch.why,
         }
         del limit, watch

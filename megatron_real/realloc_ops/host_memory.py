@@ -241,7 +241,7 @@ class HostCopier:
         self._locked = locked
         self._bounce_bytes = bounce_bytes
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Copy each source to its target, of equal shape; complete when it returns.
 

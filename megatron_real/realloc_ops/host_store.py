@@ -56,12 +56,12 @@ class StoreReport:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Part:
     """A part of a whole tensor in the store, with what `local_table` reads of a sharded tensor."""
 
     key: str
-    data: torch.Tensor
+    data: torch.Tensor | None
     local_shape: tuple[int, ...]
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
@@ -202,7 +202,8 @@ class NodeStore:
             RealError: the copy's storage is freed.
         """
         started_s = time.perf_counter()
-        executor, problem = None, None
+        executor: ReallocExecutor | None = None
+        problem: RealError | RuntimeError | None = None
         try:
             executor = self._executor_for(shards, table, ledger)
         except RealError as error:

@@ -200,7 +200,7 @@ def _is_direct(parts: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], dev
     if len(parts) != 1:
         return False
     part = parts[0]
-    return part.is_contiguous() and part.dtype == dtypes[0] and part.device.type == device.type
+    return bool(part.is_contiguous() and part.dtype == dtypes[0] and part.device.type == device.type)
 
 
 def _bytes_of(part: torch.Tensor) -> torch.Tensor:

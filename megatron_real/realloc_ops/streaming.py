@@ -166,7 +166,8 @@ class Stream:
         if self._side is None:
             return nullcontext()
         torch.cuda.set_device(self._side.device)
-        return torch.cuda.stream(self._side)
+        on_side: AbstractContextManager[object] = torch.cuda.stream(self._side)
+        return on_side
 
 
 def _side_stream(devices: Collection[torch.device]) -> torch.cuda.Stream | None:
