@@ -5,6 +5,8 @@ Also what it costs to change from A to B in the middle of a run.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatron_real.cli.planning import compose_options, console, load_plan, split_arguments
 from megatron_real.errors import PlanError
 from megatron_real.plan import Plan
@@ -51,7 +53,9 @@ def main(argv: list[str]) -> int:
         )
     for change in loaded.changes:
         shown.print(f"  {change}", markup=False)
-    names = (first, second) if first != second else (first, f"{second} (again)")
+    names = (Path(first).name, Path(second).name)  # leaves the columns their room
+    if names[0] == names[1]:
+        names = (first, second) if first != second else (first, f"{second} (again)")
     decisions = decisions_table(estimates[0], estimates[1], names)
     shown.print(decisions if decisions is not None else "decisions: no difference")
     shown.print(differences_table(estimates[0], estimates[1], names))
