@@ -47,14 +47,6 @@ class BoundStep:
     copies: tuple[Copies, ...]
     """Made after the step was posted."""
 
-    @property
-    def num_bytes(self) -> tuple[int, int]:
-        """Sent and received."""
-        send, receive = (
-            leg.parcel.payload.numel() if leg is not None else 0 for leg in (self.send, self.receive)
-        )
-        return send, receive
-
     def shares_buffer(self, other: BoundStep) -> bool:
         """Whether this step writes to a part of a staging buffer that `other` uses."""
         legs = ((self.send, other.send), (self.receive, other.receive))
@@ -75,7 +67,6 @@ class BoundPlan:
     """Every tensor that a run touches; made once per generation of views."""
 
     generations: tuple[int, int]
-    bucket_bytes: int
     steps: tuple[BoundStep, ...]
     rest: tuple[Copies, ...]
     """Copies that no step of hop 0 is left for."""
@@ -191,7 +182,6 @@ class Binder:
         )
         return BoundPlan(
             generations=(src.generation if src is not None else 0, dst.generation if dst is not None else 0),
-            bucket_bytes=plan.bucket_bytes,
             steps=steps,
             rest=tuple(groups.get(len(steps), ())),
             staging=staging,

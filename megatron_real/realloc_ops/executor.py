@@ -36,7 +36,7 @@ from megatron_real.realloc_ops.bound_plan import Binder, BoundPlan, BoundStep, C
 from megatron_real.realloc_ops.in_place import InPlace, Residence, require_inside
 from megatron_real.realloc_ops.local_shards import LocalShards
 from megatron_real.realloc_ops.packing import Staging, copy_tensors, mix_tensors
-from megatron_real.realloc_ops.plan import STAGING_SLOTS, RankPlan
+from megatron_real.realloc_ops.plan import RankPlan
 from megatron_real.realloc_ops.report import ReallocReport
 from megatron_real.realloc_ops.streaming import Arrivals, Stream, WaveCounter
 from megatron_real.realloc_ops.transports import Pending, Transport
@@ -44,9 +44,9 @@ from megatron_real.realloc_ops.transports import Pending, Transport
 __all__ = ["ExecutorOptions", "InPlace", "ReallocExecutor", "ReallocReport"]
 
 MOST_IN_FLIGHT = 64
-"""Steps that are posted and not finished; of their bytes there are at most `STAGING_SLOTS` buckets per direction. In
-place there are fewer: each may begin a segment, and keep one."""
+"""Steps that are posted and not finished; those that are staged must also find room in the staging buffer."""
 MOST_IN_PLACE = 2
+"""Fewer: each may begin a segment of the destination, and keep one of the source."""
 
 
 class ExecutorOptions(TypedDict, total=False):
@@ -314,7 +314,6 @@ class _Run:
         self._deliver = deliver
         self._residence = residence
         self._devices = devices
-        self._most_bytes = STAGING_SLOTS * bound.bucket_bytes
         self._most_steps = MOST_IN_FLIGHT if residence is None else MOST_IN_PLACE
         self._under_way: deque[tuple[BoundStep, Pending]] = deque()
         self._rest = bound.rest
@@ -340,11 +339,7 @@ class _Run:
     def _is_blocked(self, step: BoundStep) -> bool:
         if not self._under_way:
             return False
-        in_flight = (step.num_bytes, *(other.num_bytes for other, _ in self._under_way))
-        if (
-            len(in_flight) > self._most_steps
-            or max(map(sum, zip(*in_flight, strict=True))) > self._most_bytes
-        ):
+        if len(self._under_way) >= self._most_steps:
             return True
         return any(step.shares_buffer(other) for other, _ in self._under_way)
 

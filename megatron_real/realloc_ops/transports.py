@@ -167,6 +167,7 @@ class TorchTransport:
         self._device = device
         self._timeout_s = timeout_s
         self._rank = dist.get_rank()
+        self._places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
         self._turns = Turns()
         self._given_up: str | None = None
 
@@ -208,20 +209,35 @@ class TorchTransport:
                 f"reallocation on rank {self._rank}: {self._given_up} earlier, so messages of it may be under way "
                 "in this process group. Connect a transport over a new group."
             )
-        operations: list[dist.P2POp] = []
-        parcels: list[Parcel] = []
-        # Batched: unbatched NCCL operations between two ranks share one stream, so two ranks that both send first
-        # would wait for each other. On gloo a batch is the plain irecv and isend.
-        for parcel, operation in ((receive, dist.irecv), (send, dist.isend)):
-            if parcel is not None:
-                operations.append(dist.P2POp(operation, parcel.payload, parcel.peer, self._group))
-                parcels.append(parcel)
+        parcels = [parcel for parcel in (receive, send) if parcel is not None]
         try:
-            works = dist.batch_isend_irecv(operations)
+            works = self._post(send, receive)
         except RuntimeError as error:
             raise self._peer_error(parcels, "could not be started", error) from error
         # NCCL may return one work for the whole batch; then any of the parcels names it.
         return Pending(send=send, receive=receive, works=list(zip(parcels, works, strict=False)))
+
+    def _post(self, send: Parcel | None, receive: Parcel | None) -> list[dist.Work]:
+        """What is received first, then what is sent."""
+        works: list[dist.Work] = []
+        if (
+            self._device.type == "cpu"
+        ):  # gloo's own calls: a batch would do the same, with several times the work
+            if receive is not None:
+                works.append(self._group.recv([receive.payload], self._places[receive.peer], 0))
+            if send is not None:
+                works.append(self._group.send([send.payload], self._places[send.peer], 0))
+            return works
+        # Batched: unbatched NCCL operations between two ranks share one stream, so two ranks that both send first
+        # would wait for each other.
+        works += dist.batch_isend_irecv(
+            [
+                dist.P2POp(operation, parcel.payload, parcel.peer, self._group)
+                for parcel, operation in ((receive, dist.irecv), (send, dist.isend))
+                if parcel is not None
+            ]
+        )
+        return works
 
     def wait(self, pending: Pending) -> None:
         deadline_s = time.monotonic() + self._timeout_s

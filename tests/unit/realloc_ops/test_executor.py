@@ -98,8 +98,9 @@ def test_a_run_alone_reports_the_deadlock() -> None:
         RealError, match=r"ranks \[1\] wait for each other: \['message 0 from rank 0 to rank 1"
     ):
         network.run({1: executors[1].steps()})
+    *_, others, _ = _pair(32)
     with pytest.raises(PeerError, match="can only complete under LocalNetwork"):
-        executors[0].run()
+        others[0].run()
     with pytest.raises(RealError, match="no run has finished on rank 1"):
         _ = executors[1].report
 
