@@ -19,7 +19,8 @@ Invariants (tests/property/test_realloc_plan.py, tests/property/test_moves.py):
     - a rank receives exactly the bytes of its shards that it did not hold;
     - of each destination box, bytes enter a node once if no rank there owns them, and else not at all;
     - owners of the same shards that stand in nodes alike send the same bytes, to one element per receiver;
-    - messages number at most bytes / bucket + pairs, in each hop; in place two more for each wave that fills a bucket;
+    - messages number at most bytes / bucket + pairs in each hop, beside large slices that travel alone (`buckets`); in
+      place two more for each wave that fills a bucket;
     - steps ascend in hop, then wave;
     - the plan of one rank equals that rank's part of the plan of all ranks.
 """
