@@ -19,12 +19,13 @@ import datetime
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
-from megatron_real.errors import PeerError, PlanError
+from megatron_real.errors import PeerError, PlanError, RealError
 
-__all__ = ["ProcessGroups", "default_store", "rendezvous"]
+__all__ = ["ProcessGroups", "default_store", "exchange", "rendezvous"]
 
 
 def default_store() -> dist.Store:
@@ -66,6 +67,42 @@ def rendezvous(store: dist.Store, name: str, ranks: Sequence[int], rank: int, ti
             "must get here, in one order: look at the log of "
             f"{_ranks_text(absent)} first."
         ) from error
+
+
+def exchange[T](mine: T, problem: Exception | None, *, group: dist.ProcessGroup, what: str) -> dict[int, T]:
+    """One value of every rank, by global rank; where one has a problem instead, all ranks fail together.
+
+    Collective over `group`, which may be of any backend that can gather objects.
+
+    Args:
+        mine: what this rank has to say; without meaning where there is a problem.
+        problem: what it met on the way here, so that no rank waits for it in vain.
+        group: who takes part.
+        what: is being exchanged, for messages.
+
+    Raises:
+        PeerError: another rank has a problem or did not come; a rank that has one raises its own.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    gathered: list[Any] = [None] * len(ranks)
+    text = None
+    if problem is not None:
+        text = str(problem) if isinstance(problem, RealError) else f"{type(problem).__name__}: {problem}"
+    try:
+        dist.all_gather_object(gathered, (text, None if text is not None else mine), group=group)
+    except RuntimeError as error:
+        if problem is not None:
+            raise problem from error
+        raise PeerError(
+            f"{what}: ranks {ranks} could not meet ({error}). Look first at a rank that died or stopped."
+        ) from error
+    if problem is not None:
+        raise problem
+    failed = {rank: told for rank, (told, _) in zip(ranks, gathered, strict=True) if told is not None}
+    if failed:
+        rank = min(failed)
+        raise PeerError(f"{what}: ranks {sorted(failed)} failed. Rank {rank}: {failed[rank]}")
+    return {rank: found for rank, (_, found) in zip(ranks, gathered, strict=True)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

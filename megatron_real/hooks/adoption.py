@@ -17,14 +17,12 @@ from megatron_real.hooks.replan import CopyChanges, check_change, copy_changes
 from megatron_real.hooks.training_state import move_training
 from megatron_real.plan import CopyKey
 from megatron_real.program import Program
+from megatron_real.realloc_ops.versions import FROZEN_VERSION
 
 if TYPE_CHECKING:
     from megatron_real.hooks.megatron_backend import MegatronBackend
 
 __all__ = ["adopt"]
-
-_FROZEN_VERSION = 0
-"""Weights that are never trained stay what was loaded."""
 
 
 def adopt(backend: MegatronBackend, program: Program) -> None:
@@ -96,7 +94,7 @@ def _change_frozen(backend: MegatronBackend, change: CopyChanges) -> None:
         _add_empty(backend, key)
     if not change.moves:
         return
-    backend.realloc(change.old_home, change.new_home, _FROZEN_VERSION)
+    backend.realloc(change.old_home, change.new_home, FROZEN_VERSION)
     backend.pairs.forget((change.old_home, change.new_home))
     if change.closes_old_home:
         _close(backend, change.old_home)

@@ -43,14 +43,12 @@ from megatron_real.realloc_ops.shards import ShardEntry, TensorSpec
 from megatron_real.realloc_ops.store_layout import nodes_of
 from megatron_real.realloc_ops.transports import TorchTransport
 from megatron_real.realloc_ops.verify import VerifyMode
+from megatron_real.realloc_ops.versions import FROZEN_VERSION
 from megatron_real.runtime.run_state import write_run_state
 
-__all__ = ["FROZEN_VERSION", "MegatronBackend", "RoleSetup", "check_copies"]
+__all__ = ["MegatronBackend", "RoleSetup", "check_copies"]
 
 logger = logging.getLogger(__name__)
-
-FROZEN_VERSION = 0
-"""Weights that are never trained stay what was loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +128,8 @@ class MegatronBackend:
         self.roles[model] = setup
         home = self.program.home(model)
         keys = [key for key in self.program.copies() if key.model == model]
-        for key in sorted(
-            keys, key=home.__eq__
-        ):  # last, so that no other is built beside its optimizer state
+        # The home comes last, so that no other copy is built beside its optimizer state.
+        for key in sorted(keys, key=home.__eq__):
             copy = self.add_copy(key)
             if copy is not None:
                 if key == home:
@@ -255,8 +252,12 @@ class MegatronBackend:
     def realloc(self, source: CopyKey, target: CopyKey, version: int) -> dict[str, float]:
         """See `ModelBackend.realloc`."""
         mine = self._prepare(source, target, version)
-        with mine.stamp.updating(version) if mine is not None else nullcontext():
+        if mine is None:
             return accounting(self.pairs.run((source, target), self.program))
+        with mine.stamp.updating(version):
+            report = self.pairs.run((source, target), self.program)
+        mine.weights_arrived(version)
+        return accounting(report)
 
     def stream(self, source: CopyKey, target: CopyKey, version: int) -> StreamedRealloc:
         """See `ModelBackend.stream`."""

@@ -1,6 +1,6 @@
 """The reallocations between pairs of copies: each pair is planned when it is first used, and kept.
 
-Invariants (tests/e2e/test_mechanisms.py):
+Invariants (tests/hooks/test_session.py, tests/e2e/test_mechanisms.py):
     - a pair is planned once, from tables alone;
     - with a mode of verification no copy takes a version that was not proven.
 """

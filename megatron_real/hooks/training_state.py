@@ -25,10 +25,11 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megatron_real.device_memory import MemoryLedger
-from megatron_real.errors import PeerError, PlanError, RealError, raise_problems
+from megatron_real.errors import PlanError, RealError, raise_problems
 from megatron_real.hooks.model_builder import RoleModel
 from megatron_real.hooks.model_copy import ModelCopy, Training
 from megatron_real.hooks.training_tensors import optimizer_parts, option_problems, training_shards
+from megatron_real.process_groups import exchange
 from megatron_real.realloc_ops.executor import ReallocExecutor, ReallocReport
 from megatron_real.realloc_ops.local_shards import LocalShards, gather_tables
 from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES, build_realloc_plan
@@ -130,7 +131,7 @@ def move_training(
 
 
 def _exchange_facts(source: ModelCopy | None, group: dist.ProcessGroup) -> _Facts:
-    mine: _Facts | str | None = None
+    mine: _Facts | None = None
     failure: RealError | None = None
     if source is not None:
         try:
@@ -140,15 +141,9 @@ def _exchange_facts(source: ModelCopy | None, group: dist.ProcessGroup) -> _Fact
             source.reload()
             mine = _facts_of(source)
         except RealError as error:
-            mine, failure = str(error), error
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
-    if failure is not None:
-        raise failure
-    failed = [item for item in gathered if isinstance(item, str)]
-    if failed:
-        raise PeerError(f"training state: another rank could not describe its part: {failed[0]}")
-    found = [item for item in gathered if item is not None]
+            failure = error
+    gathered = exchange(mine, failure, group=group, what="training state")
+    found = [facts for facts in gathered.values() if facts is not None]
     if not found:
         raise PlanError(
             "training state: found no rank with a source; expected the ranks of the source's mesh."

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,24 +25,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_real.errors import PlanError, Problem, raise_problems
 from megatron_real.hooks.model_builder import sharded_tensors
 from megatron_real.hooks.model_copy import ModelCopy
-from megatron_real.realloc_ops.local_shards import LocalShards, local_table
+from megatron_real.realloc_ops.local_shards import LocalShards, ShardPart, local_table
 from megatron_real.realloc_ops.shards import Box
 
-__all__ = ["StatePiece", "flat_boxes", "optimizer_parts", "option_problems", "training_shards"]
+__all__ = ["flat_boxes", "optimizer_parts", "option_problems", "training_shards"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(slots=True, kw_only=True)
-class StatePiece:
-    """A box of a global tensor with its data on this rank (a `realloc_ops.local_shards.ShardedTensorLike`)."""
-
-    key: str
-    data: torch.Tensor | None
-    local_shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    prepend_axis_num: int = 0
 
 
 def option_problems(options: OptimizerConfig, ddp: DistributedDataParallelConfig) -> Iterator[Problem]:
@@ -109,7 +96,7 @@ def training_shards(copy: ModelCopy, *, moments: bool, sends: bool) -> LocalShar
     """
     finder = _Finder(sharded_tensors(copy.chunks, copy.parallel))
     problems: list[Problem] = []
-    pieces: list[StatePiece] = []
+    pieces: list[ShardPart] = []
     flats: list[tuple[str, torch.Tensor]] = []
     for part in optimizer_parts(copy):
         finder.claim(parameter for buffer in part.buffers for parameter in buffer.param_index_map)
@@ -192,7 +179,7 @@ def _owned(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 def _pieces_of(
     tensor: Any, parameter: torch.Tensor, owned: tuple[int, int], state: Mapping[str, torch.Tensor]
-) -> Iterator[StatePiece]:
+) -> Iterator[ShardPart]:
     """The boxes of `tensor` that lie in the `owned` range of `parameter`, once per entry of `state`."""
     begin = tensor.data.storage_offset() - parameter.storage_offset()
     first, stop = max(owned[0], begin), min(owned[1], begin + tensor.data.numel())
@@ -205,7 +192,7 @@ def _pieces_of(
         rows = slice(position, position + box.num_elements)
         position = rows.stop
         for name, flat in state.items():
-            yield StatePiece(
+            yield ShardPart(
                 key=f"optimizer.{name}.{tensor.key}",
                 data=flat[rows].view(box.shape),
                 local_shape=box.shape,

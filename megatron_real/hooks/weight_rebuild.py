@@ -18,6 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_real.errors import RealError
 from megatron_real.hooks.training_options import Training, reason_to_keep_weights, weights_stay
+from megatron_real.realloc_ops.checksums import sum_of
 from megatron_real.realloc_ops.segments import BufferSegments, SegmentSet
 
 __all__ = ["WeightRebuild"]
@@ -41,7 +42,7 @@ class WeightRebuild:
         self._chunks = chunks
         self._wrapped = wrapped
         self._optimizers = optimizers
-        self._checksum: int | None = None
+        self._checksums: list[int] | None = None
         self._proven = False
 
     def require_possible(self, training: Training | None) -> None:
@@ -62,7 +63,7 @@ class WeightRebuild:
 
     def drop(self, segments: SegmentSet | BufferSegments) -> None:
         """Free the weights."""
-        self._checksum = None if self._proven else self._sum_bits()
+        self._checksums = None if self._proven else self._sum_bits()
         segments.free()
 
     @torch.no_grad()
@@ -80,20 +81,18 @@ class WeightRebuild:
             optimizer._copy_main_params_to_model_params()
         for ddp in self._wrapped:
             ddp.start_param_sync(force_sync=True)
-        if self._checksum is not None:
-            if self._checksum != self._sum_bits():
+        if self._checksums is not None:
+            if self._checksums != self._sum_bits():
                 raise RealError(
                     f"{self._subject}: weights rebuilt from the optimizer's main parameters differ from those that "
                     "were dropped. Set drop_trained_weights to false."
                 )
             self._proven = True
 
-    def _sum_bits(self) -> int:
-        """A checksum of all parameters' bits, sensitive to their order."""
-        total = 0
-        for chunk in self._chunks:
-            for parameter in chunk.parameters():
-                bits = parameter.detach().reshape(-1).view(torch.int16).to(torch.int64)
-                weights = torch.arange(1, bits.numel() + 1, device=bits.device)
-                total = (total * 31 + int((bits * weights).sum())) % (1 << 61)
-        return total
+    def _sum_bits(self) -> list[int]:
+        """Of every parameter."""
+        return [
+            int(sum_of(parameter, parameter.dtype))
+            for chunk in self._chunks
+            for parameter in chunk.parameters()
+        ]

@@ -194,11 +194,11 @@ class _Filler:
                 self._close()
             carried = bool(
                 self._current
-            )  # of an earlier wave, which must not wait for this one's large slices
+            )  # of an earlier wave, which must not wait for large slices of this one
             while pending:
                 piece = pending.popleft()
                 if carried and self._travels_alone(piece):
-                    self._close()  # must not wait for it
+                    self._close()
                     carried = False
                 elif carried and piece.num_bytes >= self._capacity_bytes:
                     piece = self._fill_from_the_end(piece, pending)

@@ -29,10 +29,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_real.device_memory import MemoryLedger
-from megatron_real.errors import PeerError, Problem, RealError, raise_problems
+from megatron_real.errors import Problem, RealError, raise_problems
+from megatron_real.process_groups import exchange
 from megatron_real.realloc_ops.executor import ReallocExecutor
 from megatron_real.realloc_ops.host_memory import HostCopier, SharedBlock, Ticket
-from megatron_real.realloc_ops.local_shards import LocalShards, local_table
+from megatron_real.realloc_ops.local_shards import LocalShards, ShardPart, local_table
 from megatron_real.realloc_ops.plan import build_realloc_plan
 from megatron_real.realloc_ops.shards import Box, ParamTable, ShardEntry, TensorSpec
 from megatron_real.realloc_ops.store_layout import store_offsets, store_table
@@ -54,18 +55,6 @@ class StoreReport:
     """Received from other ranks; always 0 for a load."""
     messages: int
     seconds: float
-
-
-@dataclass(slots=True, kw_only=True)
-class _Part:
-    """A part of a whole tensor in the store, with what `local_table` reads of a sharded tensor."""
-
-    key: str
-    data: torch.Tensor | None
-    local_shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    global_offset: tuple[int, ...]
-    prepend_axis_num: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,24 +81,7 @@ class StoreGroup:
         Raises:
             PeerError: another rank has a problem or did not come; a rank that has one raises its own.
         """
-        ranks = dist.get_process_group_ranks(self.group)
-        gathered: list[Any] = [None] * len(ranks)
-        text = f"{type(problem).__name__}: {problem}" if problem is not None else None
-        try:
-            dist.all_gather_object(gathered, (text, mine), group=self.group)
-        except RuntimeError as error:
-            if problem is not None:
-                raise problem from error
-            raise PeerError(
-                f"{name}: ranks {ranks} could not meet ({error}). Look first at a rank that died or stopped."
-            ) from error
-        if problem is not None:
-            raise problem
-        failed = {rank: found[0] for rank, found in zip(ranks, gathered, strict=True) if found[0] is not None}
-        if failed:
-            rank = min(failed)
-            raise PeerError(f"{name}: ranks {sorted(failed)} failed. Rank {rank}: {failed[rank]}")
-        return {rank: found[1] for rank, found in zip(ranks, gathered, strict=True)}
+        return exchange(mine, problem, group=self.group, what=name)
 
 
 class NodeStore:
@@ -322,7 +294,7 @@ class NodeStore:
     def _shards_in(self, table: ParamTable) -> LocalShards:
         """The parts of the store that this rank fills."""
         parts = [
-            _Part(
+            ShardPart(
                 key=shard.key,
                 data=self._part(shard.key, shard.box),
                 local_shape=shard.box.shape,
@@ -347,10 +319,7 @@ def _tensors_in(data: torch.Tensor, specs: Mapping[str, TensorSpec]) -> dict[str
     offsets, _ = store_offsets(specs)
     tensors = {}
     for key, spec in specs.items():
-        num_bytes = spec.itemsize_bytes
-        for extent in spec.global_shape:
-            num_bytes *= extent
-        flat = data[offsets[key] : offsets[key] + num_bytes].view(getattr(torch, spec.dtype))
+        flat = data[offsets[key] : offsets[key] + spec.num_bytes].view(getattr(torch, spec.dtype))
         tensors[key] = flat.view(spec.global_shape)
     return tensors
 

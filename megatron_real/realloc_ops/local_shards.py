@@ -25,10 +25,23 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from megatron_real.errors import PeerError, Problem, RealError, raise_problems
+from megatron_real.errors import Problem, RealError, raise_problems
+from megatron_real.process_groups import exchange
 from megatron_real.realloc_ops.shards import DTYPE_BYTES, Box, ParamTable, Shard, ShardEntry
 
-__all__ = ["LocalShards", "ShardedTensorLike", "gather_tables", "local_table", "with_memory"]
+__all__ = ["LocalShards", "ShardPart", "ShardedTensorLike", "gather_tables", "local_table", "with_memory"]
+
+
+@dataclass(slots=True, kw_only=True)
+class ShardPart:
+    """A box of a global tensor with its data on this rank: a `ShardedTensorLike` of what Megatron does not shard."""
+
+    key: str
+    data: torch.Tensor | None
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    prepend_axis_num: int = 0
 
 
 @contextmanager
@@ -234,27 +247,17 @@ def gather_tables(entries: Sequence[ShardEntry] | RealError, group: dist.Process
     """
     failure = entries if isinstance(entries, RealError) else None
     mine = () if isinstance(entries, RealError) else tuple(entries)
-    ranks = dist.get_process_group_ranks(group)
-    told: list[Any] = [None] * len(ranks)
     digest = hashlib.sha256(repr(mine).encode()).digest()
-    dist.all_gather_object(told, (digest, str(failure) if failure is not None else None), group=group)
-    if failure is not None:
-        raise failure
-    failed = {rank: text for rank, (_, text) in zip(ranks, told, strict=True) if text is not None}
-    if failed:
-        rank, text = min(failed.items())
-        raise PeerError(
-            f"parameter table: ranks {sorted(failed)} could not describe their shards. Rank {rank}: {text}"
-        )
+    told = exchange(digest, failure, group=group, what="parameter table")
     speakers: dict[bytes, int] = {}
-    for rank, (found, _) in zip(ranks, told, strict=True):
+    for rank, found in told.items():
         speakers.setdefault(found, rank)
     known: dict[bytes, tuple[ShardEntry, ...]] = {}
     for found, speaker in speakers.items():
         said: list[Any] = [mine]
         dist.broadcast_object_list(said, src=speaker, group=group)
         known[found] = mine if found == digest else said[0]
-    return ParamTable.of({rank: known[found] for rank, (found, _) in zip(ranks, told, strict=True)})
+    return ParamTable.of({rank: known[found] for rank, found in told.items()})
 
 
 class _OwnerFinder:

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_real.device_memory import MemoryLedger
-from megatron_real.errors import ConfigError, PeerError, PlanError, RealError
+from megatron_real.errors import ConfigError, PlanError, RealError
+from megatron_real.process_groups import exchange
 from megatron_real.realloc_ops.agreement import Agreement
 from megatron_real.realloc_ops.comparison import Ends
 from megatron_real.realloc_ops.delivery import finish_verified, start_verified, verified_run
 from megatron_real.realloc_ops.executor import ReallocExecutor
 from megatron_real.realloc_ops.in_place import InPlace, part_bytes
-from megatron_real.realloc_ops.local_shards import LocalShards
+from megatron_real.realloc_ops.local_shards import LocalShards, gather_tables
 from megatron_real.realloc_ops.model_shards import Model, ModelSide
 from megatron_real.realloc_ops.plan import (
     DEFAULT_BUCKET_BYTES,
@@ -34,7 +35,6 @@ from megatron_real.realloc_ops.plan import (
     build_realloc_plan,
 )
 from megatron_real.realloc_ops.report import ReallocReport
-from megatron_real.realloc_ops.shards import ParamTable, ShardEntry
 from megatron_real.realloc_ops.streaming import Stream
 from megatron_real.realloc_ops.transports import Pending, TorchTransport
 from megatron_real.realloc_ops.verify import Verifier, VerifyMode
@@ -78,10 +78,10 @@ class ReallocOptions:
 
 
 class _Roster(NamedTuple):
-    """What one rank holds and asks for; None: no chunk of that model."""
+    """What one rank has and asks for."""
 
-    src: tuple[ShardEntry, ...] | None
-    dst: tuple[ShardEntry, ...] | None
+    source: bool
+    destination: bool
     shared: tuple[object, ...]
 
 
@@ -120,17 +120,20 @@ class Reallocator:
             PeerError: another rank met one of these. All ranks raise.
         """
         options = options if options is not None else ReallocOptions()
+        problem: RealError | None = None
         try:
             _check_options(options)
             self._src = ModelSide("source", src, src_context, options.real_rows)
             self._dst = ModelSide("destination", dst, dst_context, options.real_rows)
-            found: _Roster | RealError = _Roster(
-                _entries(self._src.shards), _entries(self._dst.shards), options.shared
-            )
         except RealError as error:
-            found = error
+            problem = error
         meeting = group if group is not None else world_group()
-        self._src_table, self._dst_table = _tables(_gather(meeting, found))
+        mine = _Roster(src is not None, dst is not None, options.shared)
+        _require_agreement(exchange(mine, problem, group=meeting, what="reallocation"))
+        self._src_table, self._dst_table = (
+            gather_tables(side.shards.entries if side.shards is not None else (), meeting)
+            for side in (self._src, self._dst)
+        )
         self.own_group = dist.new_group() if group is None else None
         """The process group that was made for this."""
         group = group if group is not None else self.own_group
@@ -139,13 +142,12 @@ class Reallocator:
         self._agreement = Agreement(
             group, dist.get_rank(), name=f"library {number}", timeout_s=options.timeout_s
         )
-        outcome: str | RealError = "planned"
         try:
             self._plan(options)
         except RealError as error:
-            outcome = error
+            problem = error
         try:
-            _gather(group, outcome)
+            exchange(None, problem, group=group, what="reallocation")
         except RealError:
             self.close()
             raise
@@ -313,26 +315,8 @@ def _check_options(options: ReallocOptions) -> None:
 # What the ranks agree on
 
 
-def _entries(shards: LocalShards | None) -> tuple[ShardEntry, ...] | None:
-    return shards.entries if shards is not None else None
-
-
-def _gather[T](group: dist.ProcessGroup, mine: T | RealError) -> dict[int, T]:
-    """By global rank, what each gave; all raise when one gave an error. Collective over `group`."""
-    ranks = dist.get_process_group_ranks(group)
-    gathered: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(gathered, str(mine) if isinstance(mine, RealError) else (mine,), group=group)
-    if isinstance(mine, RealError):
-        raise mine
-    failed = {rank: found for rank, found in zip(ranks, gathered, strict=True) if isinstance(found, str)}
-    if failed:
-        rank, text = min(failed.items())
-        raise PeerError(f"reallocation: refused on ranks {sorted(failed)}. Rank {rank}: {text}")
-    return {rank: found[0] for rank, found in zip(ranks, gathered, strict=True)}
-
-
-def _tables(rosters: Mapping[int, _Roster]) -> tuple[ParamTable, ParamTable]:
-    """Both tables.
+def _require_agreement(rosters: Mapping[int, _Roster]) -> None:
+    """Check that all ranks ask for one thing, and that both models are somewhere.
 
     Raises:
         PlanError: the same on all ranks.
@@ -345,14 +329,8 @@ def _tables(rosters: Mapping[int, _Roster]) -> tuple[ParamTable, ParamTable]:
                 f"{roster.shared} on rank {rank}; expected {first.shared} as on rank {first_rank}. Give all ranks the "
                 "same options."
             )
-    all_of_them = list(rosters.values())
-    sides = {"source": [one.src for one in all_of_them], "destination": [one.dst for one in all_of_them]}
-    for what, entries in sides.items():
-        if all(found is None for found in entries):
+    for what in ("source", "destination"):
+        if not any(getattr(roster, what) for roster in rosters.values()):
             raise PlanError(
                 f"reallocation: found no {what} model on ranks {sorted(rosters)}; expected it on one at least."
             )
-    return (
-        ParamTable.of({rank: roster.src or () for rank, roster in rosters.items()}),
-        ParamTable.of({rank: roster.dst or () for rank, roster in rosters.items()}),
-    )

@@ -118,6 +118,10 @@ class TensorSpec(NamedTuple):
     def itemsize_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.global_shape) * self.itemsize_bytes
+
 
 class ShardEntry(NamedTuple):
     """One tensor that one rank holds: a shard with the shape and dtype of the whole."""

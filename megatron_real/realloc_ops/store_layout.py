@@ -38,7 +38,7 @@ def store_offsets(specs: Mapping[str, TensorSpec]) -> tuple[dict[str, int], int]
     position = 0
     for key in sorted(specs):
         offsets[key] = position
-        position += -(-_bytes_of(specs[key]) // _ALIGN_BYTES) * _ALIGN_BYTES
+        position += -(-specs[key].num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
     return offsets, position
 
 
@@ -103,10 +103,3 @@ def _deal(
                 yield writers[number], Shard(shard.key, part)
             position += count * itemsize_bytes
             pending[:0] = tail
-
-
-def _bytes_of(spec: TensorSpec) -> int:
-    num_bytes = spec.itemsize_bytes
-    for extent in spec.global_shape:
-        num_bytes *= extent
-    return num_bytes

@@ -13,7 +13,10 @@ from contextlib import contextmanager
 
 from megatron_real.errors import RealError
 
-__all__ = ["VersionStamp"]
+__all__ = ["FROZEN_VERSION", "VersionStamp"]
+
+FROZEN_VERSION = 0
+"""Weights that are never trained stay what was loaded."""
 
 
 class VersionStamp:

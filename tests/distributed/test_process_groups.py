@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_real.errors import PeerError, PlanError
-from megatron_real.process_groups import ProcessGroups, default_store, rendezvous
+from megatron_real.process_groups import ProcessGroups, default_store, exchange, rendezvous
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -133,6 +133,26 @@ def _all_cases() -> None:
 
 def test_groups_are_shared_counted_and_destroyed() -> None:
     run_ranks(4, _all_cases)
+
+
+def _exchanges() -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert exchange(rank * 10, None, group=group, what="numbers") == {0: 0, 1: 10, 2: 20}
+    problem = {0: None, 1: PlanError("no layout"), 2: OSError("no file")}[rank]
+    with pytest.raises(type(problem) if problem else PeerError) as caught:
+        exchange(rank, problem, group=group, what="numbers")
+    if rank == 0:
+        assert str(caught.value) == "numbers: ranks [1, 2] failed. Rank 1: no layout"
+    else:
+        assert caught.value is problem
+    problem = OSError("no file") if rank == 2 else None
+    with pytest.raises((PeerError, OSError)) as caught:
+        exchange(rank, problem, group=group, what="numbers")
+    assert rank == 2 or str(caught.value) == "numbers: ranks [2] failed. Rank 2: OSError: no file"
+
+
+def test_a_problem_of_one_rank_is_everybodys() -> None:
+    run_ranks(3, _exchanges)
 
 
 def test_missing_rank_is_named_within_the_timeout() -> None:

@@ -9,6 +9,7 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron_real.algorithms.graphs import ppo_graph
 from megatron_real.errors import ConfigError, PeerError, PlanError, RealError
+from megatron_real.hooks import realloc_pairs
 from megatron_real.hooks.parallel_state import active_layout
 from megatron_real.hooks.session import Session, graph_of_plan
 from megatron_real.plan import ClusterSpec, Plan
@@ -53,7 +54,17 @@ def _session_main():
     role = tiny_role(provider=provider, padded_vocab_size=128, vocab_size=128)
     real.add_model("actor", role, optimizer=OptimizerConfig(optimizer="adam", lr=1e-3))
     rank = dist.get_rank()
-    seen = []
+    seen, planned, refreshed = [], [], []
+    monkeypatch = pytest.MonkeyPatch()
+    plan = realloc_pairs.build_realloc_plan
+    monkeypatch.setattr(
+        realloc_pairs,
+        "build_realloc_plan",
+        lambda *tables, **given: planned.append(0) or plan(*tables, **given),
+    )
+    copy = real.backend.copy(stage_key(real, "actor_gen"))
+    weight = copy.chunks[0].embedding.word_embeddings.weight
+    copy.chunks[0].refresh_cache = lambda: refreshed.append(weight[0, 0].item())
     for step in range(2):
         with real.call("actor_inf") as stage:
             assert (stage.model is None) == (rank == 0)
@@ -71,6 +82,9 @@ def _session_main():
                     parameter.data.mul_(1.01)
         if rank in (0, 1):
             assert real.backend.home("actor").stamp.version == step + 1
+    assert len(planned) == 2, "one plan for each pair of copies"
+    assert len(set(refreshed)) == 2, "caches are made again from the weights of each arrival"
+    monkeypatch.undo()
     with pytest.raises(RealError, match="no call 'actor_score'"), real.call("actor_score"):
         pass
     real.close()
