@@ -2,11 +2,12 @@
 
 What two sets of owners have in common is known in closed form (`divisions`). Owners serve queues of receivers in equal
 parts, and ranks of a node relay to each other, as `realloc_ops.queues` says; the parts are laid over the receivers once
-for all queues. Numbers of bytes are exact.
+for all queues. Numbers of bytes are exact. Messages are those of full buckets: large slices that travel alone make
+more, which start while others are under way.
 
 Invariants (tests/property/test_moves.py):
-    - bytes received, sent, relayed and copied by each rank, inside and between nodes, and its messages in each hop, are
-      those of `build_realloc_plan` over the tables of `plan_search.parameters`.
+    - bytes received, sent, relayed and copied by each rank, inside and between nodes, are those of `build_realloc_plan`
+      over the tables of `plan_search.parameters`; so are its messages in each hop, where no slice travels alone.
 """
 
 from __future__ import annotations
