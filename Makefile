@@ -9,7 +9,7 @@ WORKERS ?= 2
 PARALLEL := --numprocesses=$(WORKERS)
 RINGS := $(wildcard tests/policy tests/unit tests/property tests/golden tests/hooks tests/distributed tests/examples tests/e2e tests/gpu)
 
-.PHONY: help install demo test test-pure test-gpu lint format invariance bench-instruction bench-search \
+.PHONY: help install demo test test-pure test-gpu lint cross-check format invariance kills bench-instruction bench-search \
 	bench-paper bench-estimator bench-speedup bench-realloc bench-realloc-plan clean
 
 help:
@@ -18,7 +18,10 @@ help:
 	@echo "make test-pure          the tests without processes"
 	@echo "make test-gpu           the tests that need CUDA"
 	@echo "make lint               ruff, import-linter, mypy"
-	@echo "make invariance         the same PPO run under many plans, one JSON line per plan"
+	@echo "make cross-check        installs TRL; losses and advantages equal its own to 1e-5"
+	@echo "make invariance         the same PPO run under many plans, one JSON line per plan (4 minutes)"
+	@echo "make invariance ALGORITHM=grpo    that algorithm (or all) under four plans; one table"
+	@echo "make kills              runs killed at random moments and resumed: losses as if nothing had been"
 	@echo "make bench-instruction  cost of one instruction with null calls"
 	@echo "make bench-search       every search strategy on clusters of 16 to 1,024 GPUs (about 40 minutes)"
 	@echo "make bench-paper        predicted step times beside those that the ReaL paper published"
@@ -53,12 +56,19 @@ lint: $(STAMP)
 	@$(BIN)/lint-imports --cache-dir $(VENV)/.import_linter > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
 	@$(BIN)/mypy --no-error-summary
 
+cross-check: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --editable '.[trl]'
+	@$(PYTEST) tests/unit/algorithms/test_trl.py $(PYTEST_ARGS)
+
 format: $(STAMP)
 	@$(BIN)/ruff check --fix --quiet .
 	@$(BIN)/ruff format --quiet .
 
 invariance: $(STAMP)
-	@$(BIN)/python benchmarks/invariance.py
+	@$(BIN)/python benchmarks/invariance.py $(if $(ALGORITHM),--algorithm $(ALGORITHM))
+
+kills: $(STAMP)
+	@$(BIN)/python benchmarks/kills.py
 
 bench-instruction: $(STAMP)
 	@$(BIN)/python benchmarks/instruction_cost.py

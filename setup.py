@@ -22,6 +22,7 @@ PLANNING = [
 """Enough for plans: making, checking, pricing and showing them needs no torch."""
 
 MEGATRON = [
+    "jinja2>=3.1",  # chat templates
     "torch>=2.6",
     "megatron-core>=0.19,<0.20",
     # What `megatron.training` imports, or uses where it saves and logs; its wheel does not ask for them.
@@ -41,6 +42,10 @@ DEV = [
     "pytest-xdist>=3.6",
     "ruff>=0.9",
 ]
+HF = ["datasets>=2.20", "transformers>=4.44"]
+"""Data sets and tokenizers of Hugging Face."""
+TRL = ["trl>=1.16,<1.17"]
+"""What `make cross-check` compares losses with. It calls methods that TRL does not promise to keep."""
 TE = ["transformer-engine[pytorch]>=2.0"]
 """GPU machines only: its metapackage breaks Megatron's imports where there is no CUDA."""
 
@@ -86,7 +91,7 @@ setup(
         "megatron_real.plan_search": ["devices/*.json"],
     },
     install_requires=PLANNING,
-    extras_require={"megatron": MEGATRON, "te": TE, "dev": DEV},
+    extras_require={"megatron": MEGATRON, "hf": HF, "trl": TRL, "te": TE, "dev": DEV},
     entry_points={"console_scripts": ["megatron-real = megatron_real.cli.main:main"]},
     cmdclass={"build_py": build_py_with_pth},
     classifiers=[

@@ -1,22 +1,23 @@
-"""The same PPO run under many plans: tokens, losses, gradient norms and weights against one process.
+"""The same run under many plans: tokens, losses, gradient norms and weights against one process.
 
-    python benchmarks/invariance.py            # make invariance
+    python benchmarks/invariance.py               # make invariance: PPO, with every kind of model
+    python benchmarks/invariance.py --algorithm grpo dpo | all     # make invariance ALGORITHM=...
 
-One JSON line per plan. fp32, dropout off, learning rate 1e-3, 24 optimizer steps of actor and critic each.
-Limits: tokens equal,
-|loss error| <= 1e-5 + 1e-4 |loss|, gradient norms (before clipping) 1e-4 relative, weights 1e-4 and their
-change 1e-2 (relative L2 of
-each tensor). The last line compares bf16 with and without `drop_trained_weights`, bit for bit.
+One JSON line per plan, and for `--algorithm` one table. fp32, dropout off, learning rate 1e-3, three iterations.
+Limits: tokens equal, |loss error| <= 1e-5 + 1e-4 |loss|, gradient norms (before clipping) 1e-4 relative, weights 1e-4
+and their change 1e-2 (relative L2 of each tensor). The last line of PPO's compares bf16 with and without
+`drop_trained_weights`, bit for bit.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,16 @@ logging.getLogger("megatron.core").setLevel(logging.WARNING)
 install_cpu_device()
 
 import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
 
+from megatron_real.algorithms.registry import find_algorithm  # noqa: E402
 from megatron_real.config import RunOptions  # noqa: E402
+from megatron_real.dataflow import Graph  # noqa: E402
 from megatron_real.hooks.launch import build_executor, prepare  # noqa: E402
+from megatron_real.plan_search.inputs import PlanInputs  # noqa: E402
+from megatron_real.plan_search.planner_inputs import planner_of  # noqa: E402
+from megatron_real.plan_search.problem import Limits  # noqa: E402
 from megatron_real.process_groups import ProcessGroups  # noqa: E402
 from tests.harness import run_ranks  # noqa: E402
 
@@ -87,6 +95,23 @@ minibatch. Losses and limits that are those of a micro-batch are refused (`roles
 HYBRID = {"hybrid_layer_pattern": "*-**--*-", "num_layers": 8}
 """Every role a HybridModel of attention and MLP layers."""
 
+GENERATION = {"max_new_tokens": 8, "temperature": 0.8, "top_k": 50, "num_minibatches": 4, "num_epochs": 2}
+GROUPS = {**GENERATION, "samples_per_prompt": 4}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ppo": GENERATION,
+    "grpo": GROUPS,
+    "rloo": GROUPS,
+    "reinforce_pp": GENERATION,
+    "remax": GENERATION,
+    "dpo": {"num_minibatches": 2},
+    "reward": {"num_minibatches": 2},
+    "sft": {"num_minibatches": 2},
+}
+"""By algorithm."""
+
+DATA_ONLY = ("dpo", "reward", "sft")
+"""Algorithms that generate nothing."""
+
 PROMPTS = ("The ", "Return ", "A list of", "If not", "Use this function to", "Open", "See also: ", "x")
 
 
@@ -96,6 +121,7 @@ class Case:
 
     name: str
     num_ranks: int
+    algorithm: str = "ppo"
     calls: Mapping[str, Any]
     """Placement of each call; ``*`` is for those that are not named."""
     critic: Mapping[str, Any] = field(default_factory=dict)
@@ -106,14 +132,31 @@ class Case:
     reference: str = "function"
     """Which run of one process it must equal."""
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the algorithm."""
+        return OPTIONS[self.algorithm]
+
+    @property
+    def scored(self) -> bool:
+        """Whether a function scores responses."""
+        return not self.reward_model and self.algorithm not in DATA_ONLY
+
+    @property
+    def graph(self) -> Graph:
+        """What a plan must place."""
+        definition = find_algorithm(self.algorithm)
+        return definition.graph_for(
+            definition.config(**self.options), reward="function" if self.scored else "model"
+        )
+
     def plan(self) -> dict[str, Any]:
         """As JSON."""
-        names = ("actor_gen", "rew_inf", "ref_inf", "critic_inf", "actor_train", "critic_train")
         return {
             "version": 1,
-            "algorithm": "ppo",
+            "algorithm": self.algorithm,
             "cluster": {"devices_per_node": self.num_ranks},
-            "calls": {name: self.calls.get(name, self.calls.get("*")) for name in names},
+            "calls": {call.name: self.calls.get(call.name, self.calls.get("*")) for call in self.graph.calls},
         }
 
 
@@ -272,23 +315,30 @@ def case_tree(case: Case, folder: Path, iterations: int = ITERATIONS) -> dict[st
     plan = folder / "plan.json"
     plan.write_text(json.dumps(case.plan()))
     prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in data_lines(case.algorithm)))
     return {
         "plan": str(plan),
         "output": str(folder),
         "iterations": iterations,
-        "reward": None if case.reward_model else "rewards:vowel_share",
-        "data": {"prompts": str(prompts), "batch_size": 32},
-        "algorithm": {
-            "max_new_tokens": 8,
-            "num_minibatches": 4,
-            "num_epochs": 2,
-            "temperature": 0.8,
-            "top_k": 50,
-        },
+        "reward": "rewards:vowel_share" if case.scored else None,
+        "data": {"prompts": str(prompts), "batch_size": 32 // case.options.get("samples_per_prompt", 1)},
+        "algorithm": {"name": case.algorithm, **case.options},
         "megatron": {**MEGATRON, **case.megatron},
         "model": {"critic": {"megatron": dict(case.critic)}} if case.critic else {},
     }
+
+
+def data_lines(algorithm: str) -> list[dict[str, str]]:
+    """The data set of an algorithm: prompts, answered prompts or pairs, of unequal lengths."""
+    lines = [{"prompt": text} for text in PROMPTS]
+    if algorithm == "sft":
+        return [line | {"answer": text[::-1] * 2} for line, text in zip(lines, PROMPTS, strict=True)]
+    if algorithm in DATA_ONLY:
+        return [
+            line | {"chosen": text[::-1], "rejected": text[: 1 + len(text) // 2] + "?"}
+            for line, text in zip(lines, PROMPTS, strict=True)
+        ]
+    return lines
 
 
 def run_case(case: Case, folder: Path, iterations: int = ITERATIONS) -> list[dict[str, Any]]:
@@ -303,24 +353,31 @@ def run_tree(tree: dict[str, Any], iterations: int) -> dict[str, Any]:
     tokens = record_tokens(backend)
     before = owned_weights(backend)
     calls = [
-        executor.run_iteration(iteration, job.prompts.batch(iteration)).calls
-        for iteration in range(iterations)
+        executor.run_iteration(iteration, job.data.batch(iteration)).calls for iteration in range(iterations)
     ]
     executor.transfers.fence()
     return {"tokens": tokens, "calls": calls, "before": before, "after": owned_weights(backend)}
 
 
-def record_tokens(backend: Any) -> list[dict[int, list[int]]]:
-    """The list into which the backend's generations go from now on: tokens by sequence id, per iteration."""
-    tokens: list[dict[int, list[int]]] = []
+Tokens = dict[tuple[str, int], list[int]]
+"""By generate call and sequence id."""
+
+
+def record_tokens(backend: Any) -> list[Tokens]:
+    """The list into which the backend's generations go from now on, one entry per iteration."""
+    tokens: list[Tokens] = []
+    last = -1
     generate = backend.generate
 
-    def recording_generate(*args: Any, **kwargs: Any) -> Any:
-        batch = generate(*args, **kwargs)
+    def recording_generate(copy: Any, call: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+        nonlocal last
+        batch = generate(copy, call, iteration, *args, **kwargs)
         if "tokens" in batch.data:
-            tokens.append(
-                {i: part.tolist() for i, part in zip(batch.ids, batch.split("tokens"), strict=True)}
-            )
+            if iteration != last:
+                tokens.append({})
+                last = iteration
+            for i, part in zip(batch.ids, batch.split("tokens"), strict=True):
+                tokens[-1][call.name, i] = part.tolist()
         return batch
 
     backend.generate = recording_generate
@@ -330,9 +387,9 @@ def record_tokens(backend: Any) -> list[dict[int, list[int]]]:
 def owned_weights(backend: Any) -> dict[str, list[tuple[Any, tuple[int, ...], torch.Tensor]]]:
     """The boxes of the trained models that this rank owns."""
     found = {}
-    for model in ("actor", "critic"):
+    for model in backend.program.graph.models:
         copy = backend.home(model)
-        if copy is not None:
+        if copy is not None and backend.program.graph.trained(model):
             copy.reload()
             found[model] = [
                 (shard.key, shard.box, view.detach().float().clone())
@@ -368,10 +425,10 @@ def assemble(results: list[dict[str, Any]], when: str) -> dict[str, torch.Tensor
     return named
 
 
-def sampled_tokens(results: list[dict[str, Any]]) -> list[dict[int, list[int]]]:
+def sampled_tokens(results: list[dict[str, Any]]) -> list[Tokens]:
     """Tokens of every sequence, by iteration; ranks that hold the same sequence must agree."""
     iterations = max(len(result["tokens"]) for result in results)
-    merged: list[dict[int, list[int]]] = [{} for _ in range(iterations)]
+    merged: list[Tokens] = [{} for _ in range(iterations)]
     for result in results:
         for iteration, sequences in enumerate(result["tokens"]):
             for sequence, tokens in sequences.items():
@@ -399,14 +456,15 @@ def compare(case: Case, reference: list[dict[str, Any]], results: list[dict[str,
         "tokens_equal": sampled_tokens(reference) == sampled_tokens(results),
     }
     loss, loss_ok, norm = 0.0, True, 0.0
-    for call in ("actor_train", "critic_train"):
+    trained = [call.name for call in case.graph.calls if call.trains]
+    for call in trained:
         for expected, found in zip(steps(reference, call, "loss"), steps(results, call, "loss"), strict=True):
             loss = max(loss, abs(found - expected))
             loss_ok &= abs(found - expected) <= 1e-5 + 1e-4 * abs(expected)
         for expected, found in zip(
             steps(reference, call, "grad_norm"), steps(results, call, "grad_norm"), strict=True
         ):
-            norm = max(norm, abs(found - expected) / abs(expected))
+            norm = max(norm, abs(found - expected) / max(abs(expected), 1e-12))
     before, after = assemble(reference, "before"), assemble(reference, "after")
     mine_before, mine = assemble(results, "before"), assemble(results, "after")
     if not all(torch.equal(before[name], mine_before[name]) for name in before):
@@ -418,7 +476,7 @@ def compare(case: Case, reference: list[dict[str, Any]], results: list[dict[str,
         "max_rel_err_grad_norm": norm,
         "max_rel_err_weights": weights,
         "max_rel_err_update": update,
-        "optimizer_steps": len(steps(results, "actor_train", "loss")),
+        "optimizer_steps": len(steps(results, trained[0], "loss")),
         "ok": bool(line["tokens_equal"] and loss_ok and norm <= 1e-4 and weights <= 1e-4 and update <= 1e-2),
     }
     return line
@@ -444,9 +502,89 @@ def compare_bits(plain: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> 
     return {"plan": "demo, bf16, drop_trained_weights against without", **same, "ok": all(same.values())}
 
 
+SPLIT = {
+    "actor_gen": place(0, 2, dp=2),
+    "greedy_gen": place(2, 4, tp=2),
+    "rew_inf": place(0, 2, micro=1, dp=2),
+    "greedy_rew_inf": place(2, 4, micro=1, dp=2),
+    "ref_inf": place(2, 4, pp=2),
+    "critic_inf": place(2, 4, dp=2),
+    "critic_train": place(2, 4, tp=2, sp=True),
+    "actor_train": place(0, 2, dp=2, micro=1),
+    "reward_train": place(1, 3, pp=2),
+}
+"""Calls of all algorithms on disjoint halves of four ranks where they can be."""
+
+
+def algorithm_cases(algorithm: str) -> tuple[Case, ...]:
+    """The plans of an algorithm beside the one of one process."""
+    symmetric = {"*": place(0, 4, tp=2, pp=2), "rew_inf": reward(4), "greedy_rew_inf": reward(4)}
+    return (
+        Case(name="t2p2", num_ranks=4, algorithm=algorithm, calls=symmetric),
+        Case(name="split", num_ranks=4, algorithm=algorithm, calls=SPLIT),
+        Case(name="searched", num_ranks=4, algorithm=algorithm, calls=searched_calls(algorithm)),
+    )
+
+
+def searched_calls(algorithm: str) -> dict[str, Any]:
+    """What the search finds for four CPU ranks, priced with the constants of the machine kind ``cpu``."""
+    one = Case(name="searched", num_ranks=4, algorithm=algorithm, calls={})
+    config = find_algorithm(algorithm).config(**one.options)
+    samples = getattr(config, "samples_per_prompt", 1)
+    tree = {
+        "algorithm": {"name": algorithm},
+        "cluster": {"devices_per_node": 4, "device": "cpu"},
+        "megatron": MEGATRON,
+        "workload": {
+            "batch_size": 32 // samples,
+            "group_size": samples,
+            "num_minibatches": config.num_minibatches,
+            "num_epochs": config.num_epochs,
+            "prompt": {"length": 12},
+            "response": {"length": getattr(config, "max_new_tokens", 12)},
+            "function_s": {call.name: 1e-4 for call in one.graph.calls if call.model is None},
+        },
+    }
+    planner = planner_of(PlanInputs.from_tree(tree, source="invariance"), one.graph)
+    report = planner.search("exact", limits=Limits(time_s=20))
+    return {name: call.model_dump(mode="json") for name, call in report.plan.calls.items()}
+
+
+def algorithm_table(names: Sequence[str]) -> bool:
+    """Every algorithm under every plan against one process; prints lines and a table, returns whether all are equal."""
+    table = Table("algorithm", "plan", "tokens", "loss error", "gradient norm", "weights", "steps", "equal")
+    good = True
+    with tempfile.TemporaryDirectory() as name:
+        for algorithm in names:
+            one = Case(name="one process", num_ranks=1, algorithm=algorithm, calls=ONE)
+            reference = run_case(one, Path(name) / algorithm)
+            for case in algorithm_cases(algorithm):
+                line = compare(case, reference, run_case(case, Path(name) / f"{algorithm}-{case.name}"))
+                print(json.dumps({"algorithm": algorithm, **line}), flush=True)
+                errors = ("max_err_loss", "max_rel_err_grad_norm", "max_rel_err_weights")
+                table.add_row(
+                    algorithm,
+                    case.name,
+                    "-" if algorithm in DATA_ONLY else "equal" if line["tokens_equal"] else "differ",
+                    *(f"{line[error]:.1e}" for error in errors),
+                    str(line["optimizer_steps"]),
+                    "yes" if line["ok"] else "NO",
+                )
+                good &= line["ok"]
+    Console(width=100).print(table)
+    return good
+
+
 def main() -> None:
-    """Every case, or those whose names are given; exit code 1 if one is outside its limits."""
-    wanted = sys.argv[1:]
+    """PPO's cases, those whose names are given, or those of algorithms; exit code 1 if one is outside its limits."""
+    parser = argparse.ArgumentParser(description="The same run under many plans.")
+    parser.add_argument("cases", nargs="*", help="names of PPO's cases; none: all")
+    parser.add_argument("--algorithm", nargs="+", choices=[*OPTIONS, "all"])
+    given = parser.parse_args()
+    if given.algorithm is not None:
+        names = list(OPTIONS) if "all" in given.algorithm else given.algorithm
+        sys.exit(0 if algorithm_table(names) else 1)
+    wanted = given.cases
     good = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -296,7 +296,8 @@ def gains() -> Iterator[dict[str, Any]]:
                 prompt=LengthDistribution.constant(context // 2),
                 response=LengthDistribution.constant(context // 2),
                 num_minibatches=4 if algorithm == "ppo" else 1,
-                group_size={"grpo": 4, "dpo": 2}.get(algorithm, 1),
+                group_size=4 if algorithm == "grpo" else 1,
+                unit=2 if algorithm == "dpo" else 1,
             )
             one = planner(algorithm, actor, actor, gpus, workload)
             try:

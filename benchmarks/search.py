@@ -47,6 +47,7 @@ class Case:
     aim: float
     """Gap to prove within the limit."""
     group_size: int = 1
+    unit: int = 1
     num_minibatches: int = 4
     fixed_lengths: bool = False
 
@@ -57,6 +58,7 @@ class Case:
             prompt=LengthDistribution.constant(1024),
             response=LengthDistribution.constant(1024) if self.fixed_lengths else response,
             group_size=self.group_size,
+            unit=self.unit,
             num_minibatches=self.num_minibatches,
         )
         return Planner(self.graph(), self.models(), cluster(self.gpus), workload)
@@ -100,7 +102,7 @@ CASES = (
     ),
     Case(
         name="dpo-70b-64", gpus=64, graph=lambda: graph_of("dpo"), models=lambda: models("llama_70b"),
-        batch_size=512, limit_s=10.0, aim=GAP,
+        batch_size=512, unit=2, limit_s=10.0, aim=GAP,
     ),
     Case(
         name="remax-70b-128", gpus=128, graph=lambda: graph_of("remax"), models=lambda: models("llama_70b"),

@@ -301,7 +301,7 @@ def rank_main(path: Path) -> None:
         prepared = prepare(RunOptions.from_tree(tree))
         tracer = Tracer(prepared.options.output / "trace", dist.get_rank())
         executor, _ = build_executor(prepared, groups, Observers(tracer=tracer))
-        built.append((executor, prepared.prompts))
+        built.append((executor, prepared.data))
     for repetition in range(job["repetitions"]):
         first = repetition % len(built)
         for executor, prompts in built[first:] + built[:first]:

@@ -114,7 +114,7 @@ def ppo(data: Path, checkpoint: Path, output: Path, options: argparse.Namespace)
     }
     launch(
         "PPO",
-        "examples/train_ppo.py",
+        "examples/train.py",
         [
             *("--real-plan", "examples/plans/ppo.json", "--real-prompts", str(data / "prompts.jsonl")),
             *("--real-reward", "rewards:vowel_share", "--real-batch-size", "64"),
@@ -160,10 +160,10 @@ def report(output: Path, seconds: float) -> None:
     table.add_row("waiting", "", "", f"{summary['wait_share']:.1%} of all rank time")
     table.add_row("the runtime itself", "", "", f"{summary['runtime_share']:.2%} of all rank time")
     console.print(table)
-    rise, error = summary["reward_last"] - summary["reward_first"], summary["reward_standard_error"]
+    rise, error = summary["goal_last"] - summary["goal_first"], summary["goal_standard_error"]
     sure = f", {rise / error:.1f} standard errors" if error else ""
     console.print(
-        f"reward {summary['reward_first']:.4f} -> {summary['reward_last']:.4f} ({rise:+.4f}{sure}); "
+        f"{summary['goal']} {summary['goal_first']:.4f} -> {summary['goal_last']:.4f} ({rise:+.4f}{sure}); "
         f"explained variance {summary['explained_variance']:.2f}; iteration {iteration_s:.2f} s, actor and critic "
         f"trained at the same time for {summary['concurrent_s_per_iteration']:.2f} s of it",
         soft_wrap=True,

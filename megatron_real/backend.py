@@ -18,23 +18,95 @@ from typing import Any, Protocol
 import torch
 
 from megatron_real.batch import Batch
-from megatron_real.dataflow import Call, Graph
+from megatron_real.dataflow import Call, Graph, KeySpec, Per
 from megatron_real.plan import CopyKey
 
 __all__ = [
+    "KEPT",
+    "MARGIN",
     "Algorithm",
+    "DataKind",
+    "Goal",
     "Head",
     "Minibatch",
     "Minibatching",
     "ModelBackend",
     "Objective",
     "RewardFunction",
+    "Samples",
     "Sampling",
+    "Scorer",
     "Streaming",
 ]
 
 RewardFunction = Callable[..., "list[float]"]
 """``(prompts: list[str], responses: list[str], **columns: list) -> list[float]``."""
+
+KEPT = KeySpec(name="kept", per=Per.SEQUENCE, dtype="float32")
+"""A key that `Algorithm.prepare` may add: 1 for sequences that count in the loss, 0 for those that are masked out of it
+(a reward that did not come). Tokens and sequences of a minibatch are counted, and statistics averaged, over the kept
+ones alone."""
+
+
+MARGIN = KeySpec(name="margin", per=Per.SEQUENCE, dtype="float32")
+"""By how much a pair's chosen answer is better: an optional column of preference data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Sequences as text, for a reward function."""
+
+    ids: tuple[int, ...]
+    prompts: tuple[str, ...]
+    responses: tuple[str, ...]
+    columns: Mapping[str, tuple[Any, ...]]
+    """Of the data set."""
+
+    def at(self, index: int) -> Samples:
+        """Only the sequence at this position."""
+        return Samples(
+            ids=self.ids[index : index + 1],
+            prompts=self.prompts[index : index + 1],
+            responses=self.responses[index : index + 1],
+            columns={name: values[index : index + 1] for name, values in self.columns.items()},
+        )
+
+
+class Scorer(Protocol):
+    """What computes the rewards of a call without a model."""
+
+    def score(self, call: str, samples: Samples) -> list[float]:
+        """One number per sequence; NaN for a reward that did not come.
+
+        Raises:
+            ConfigError: the function is broken, and the user chose that this stops the run.
+        """
+        ...
+
+    def take_counts(self) -> Mapping[str, float]:
+        """What happened since the last time, as numbers that add up over ranks (`runtime.rewards.reward_metrics`)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """The metric by which an algorithm's success is judged."""
+
+    metric: str
+    higher_is_better: bool = True
+    key: str = "rewards"
+    """Where responses are generated: the per-sequence key whose mean over held-out prompts is the metric's value."""
+
+
+class DataKind(StrEnum):
+    """What a line of an algorithm's data set is."""
+
+    PROMPTS = "prompts"
+    """A prompt; the iteration generates responses."""
+    ANSWERS = "answers"
+    """A prompt with its answer: one sequence."""
+    PAIRS = "pairs"
+    """A prompt with two answers: two sequences with consecutive ids, the chosen one first."""
 
 
 class Head(StrEnum):
@@ -62,6 +134,10 @@ class Sampling:
     top_p: float = 1.0
     greedy: bool = False
     seed: int = 0
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, as `end_token` does: it keeps the token that completes the first of them."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Of the tokenizer, which `stop` needs. The runtime sets it; an algorithm leaves it out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +146,8 @@ class Minibatching:
 
     num_minibatches: int = 1
     num_epochs: int = 1
+    unit: int = 1
+    """Sequences with consecutive ids that must be in one micro-batch: 2 for a loss over preference pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +157,9 @@ class Minibatch:
     microbatches: tuple[tuple[int, ...], ...]
     """Sequence ids of each micro-batch of this data-parallel rank."""
     num_tokens: int
-    """Response tokens of the minibatch over *all* data-parallel ranks: what losses are divided by."""
+    """Response tokens of the minibatch's kept sequences over *all* data-parallel ranks."""
     num_sequences: int
-    """Sequences of the minibatch over all data-parallel ranks."""
+    """Kept sequences of the minibatch over all data-parallel ranks."""
 
 
 class Objective(Protocol):
@@ -92,18 +170,29 @@ class Objective(Protocol):
         """What the backend hands to `loss`."""
         ...
 
+    @property
+    def per(self) -> Per:
+        """What loss and statistics are sums over: response tokens (RESPONSE), or sequences (SEQUENCE)."""
+        ...
+
+    @property
+    def stop_above(self) -> Mapping[str, float]:
+        """Statistics with the mean of a minibatch above which its update and the rest of the call are skipped."""
+        ...
+
     def loss(
         self, outputs: Mapping[str, torch.Tensor], batch: Batch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss of one micro-batch, *summed* over response tokens, and sums of statistics.
+        """Loss of one micro-batch, *summed* over what `per` says, and sums of statistics.
 
         Args:
-            outputs: ``logprobs`` [R] and ``entropy`` [R] (head LOGPROBS), or ``values`` [R] (head VALUES).
-            batch: the micro-batch with the keys of `Algorithm.prepare`.
+            outputs: ``logprobs`` and ``entropy`` [R] (head LOGPROBS), ``values`` [R] (head VALUES) or ``scores`` [S]
+                (head SCORES).
+            batch: the micro-batch with the keys of `Algorithm.prepare`; masked sequences (`KEPT`) must add nothing.
 
         Returns:
-            The scalar sum, and name -> scalar sum over response tokens. The backend divides both by
-            `Minibatch.num_tokens` after adding up micro-batches and data-parallel ranks.
+            The scalar sum, and name -> scalar sum. The backend divides both by the minibatch's number of tokens or
+            sequences after adding up micro-batches and data-parallel ranks.
         """
         ...
 
@@ -113,6 +202,26 @@ class Algorithm(Protocol):
 
     graph: Graph
 
+    @property
+    def data(self) -> DataKind:
+        """What its data set consists of."""
+        ...
+
+    @property
+    def goal(self) -> Goal:
+        """What an evaluation reports, and what the best checkpoint is the best in."""
+        ...
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Responses to each prompt, with consecutive sequence ids."""
+        ...
+
+    @property
+    def temperature(self) -> float:
+        """Divides the logits behind every log-probability and entropy."""
+        ...
+
     def sampling(self, call: Call) -> Sampling:
         """How a generate call samples."""
         ...
@@ -121,8 +230,8 @@ class Algorithm(Protocol):
         """What an inference call of a model returns (its first output key holds it)."""
         ...
 
-    def function(self, call: Call) -> RewardFunction:
-        """The function of a call without a model."""
+    def function(self, call: Call) -> Scorer:
+        """What computes a call without a model."""
         ...
 
     def minibatching(self, call: Call) -> Minibatching:
@@ -222,6 +331,16 @@ class ModelBackend(Protocol):
         """
         ...
 
+    def evaluate(
+        self, copy: CopyKey, batch: Batch, minibatch: Minibatch, objective: Objective, temperature: float
+    ) -> dict[str, float]:
+        """The objective's means over a minibatch, without training.
+
+        Returns:
+            On the last pipeline stage ``loss`` and the objective's statistics; empty elsewhere.
+        """
+        ...
+
     def realloc(self, source: CopyKey, target: CopyKey, version: int) -> dict[str, float]:
         """Bring `target` to the weights of `source`. Called on the union of the two meshes.
 
@@ -237,6 +356,24 @@ class ModelBackend(Protocol):
         """As `realloc`, but start it and return. The next call on `target` waits for each of its layers.
 
         Until it is finished the source must not change, and no other realloc starts on this rank.
+        """
+        ...
+
+    def mix(self, source: CopyKey, target: CopyKey, mix: float, *, old: int, new: int) -> dict[str, float]:
+        """Make the weights of `target`, which are there, ``mix * source + (1 - mix) * target``, weight by weight.
+
+        Called on the union of the two meshes, for copies of two models of one shape. Each product and the sum are
+        rounded to fp32, the result to the target's dtype, so that every layout and every replica gets the same bits.
+
+        Args:
+            source: the copy that is read.
+            target: the copy that is changed.
+            mix: the share of the source: above 0, at most 1.
+            old: the version that the target has.
+            new: the version that the source has, and the target afterwards.
+
+        Returns:
+            The accounting of `realloc`.
         """
         ...
 
@@ -263,5 +400,5 @@ class ModelBackend(Protocol):
         ...
 
     def save(self, folder: Path, iteration: int, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint of every trained model. Collective over WORLD."""
+        """Write a checkpoint of every model that changes (`Graph.changes`). Collective over WORLD."""
         ...

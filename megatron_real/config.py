@@ -1,4 +1,4 @@
-"""The options of a run, typed: what `examples/train_ppo.py` and ``megatron-real train`` hand to the runtime.
+"""The options of a run, typed: what `examples/train.py` and ``megatron-real train`` hand to the runtime.
 
 Both front doors end in one tree of options with the same dotted names. A Megatron-style command line
 (`RunOptions.from_argv`) has a few `--real-*` flags, ``--real-set KEY=VALUE`` for the rest, and otherwise Megatron's own
@@ -13,6 +13,7 @@ Invariants (tests/unit/test_config.py):
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,19 +22,26 @@ from typing import Annotated, Any, Literal
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from megatron_real.algorithms.registry import find_algorithm
 from megatron_real.errors import ConfigError, Problem, raise_problems
 from megatron_real.hooks.arguments import add_real_arguments
+from megatron_real.runtime.reward_options import RewardOptions, WeightedFunction
+from megatron_real.runtime.run_outputs import EvaluationOptions, SampleOptions, WandbOptions
 
 __all__ = [
     "AlgorithmOptions",
     "DataOptions",
+    "EvaluationOptions",
     "LivenessOptions",
     "MegatronValue",
     "ModelOptions",
     "NextPlan",
+    "RewardOptions",
     "RunOptions",
+    "SampleOptions",
+    "WandbOptions",
     "conf_dir",
     "megatron_arguments",
 ]
@@ -74,15 +82,38 @@ class ModelOptions(_Options):
 
 
 class DataOptions(_Options):
-    """Prompts."""
+    """The data of a run: prompts, prompts with answers, or preference pairs, as the algorithm asks."""
 
-    prompts: Path
-    """JSON objects, one per line, with the key ``prompt``; other keys are handed to the reward function."""
+    prompts: str
+    """A JSONL file, a folder of them, ``hf:NAME[@CONFIG][:SPLIT]``, or a folder that `datasets` saved. What the keys of
+    a line mean stands in `megatron_real.runtime.dataset_records`; others are handed to the reward function."""
     batch_size: Count
-    """Prompts per iteration."""
+    """Prompts, answers or pairs per iteration."""
     max_prompt_tokens: Count = 512
+    max_answer_tokens: Count = 512
+    """Of an answer in the data, the end token included."""
     truncate: bool = False
-    """Keep the last `max_prompt_tokens` of a longer prompt; otherwise it is an error."""
+    """Cut what is longer: a prompt keeps its last tokens, an answer its first ones; otherwise it is an error."""
+    append_end: bool = True
+    """Whether the end token follows an answer in the data."""
+    columns: dict[str, str] = {}
+    """Our name of a key -> its name in the data, where it differs: ``prompt: question``."""
+    chat_template: str | None = None
+    """Jinja text, or its file, for prompts that are lists of messages; None takes the tokenizer's own."""
+    eval_prompts: str | None = None
+    """Held-out data of the same form; read in its order, by whole batches."""
+    eval_batch_size: Count | None = None
+    """None is `batch_size`."""
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with the sources, as far as it shows without reading them."""
+        for name, source in (("data.prompts", self.prompts), ("data.eval_prompts", self.eval_prompts)):
+            if source is not None and not source.startswith("hf:") and not Path(source).exists():
+                yield Problem(
+                    path=_name(name),
+                    found=f"{source}, which is no file",
+                    expected="a JSONL file, a folder or hf:NAME",
+                )
 
 
 class LivenessOptions(_Options):
@@ -104,14 +135,12 @@ class NextPlan(_Options):
 
 
 class AlgorithmOptions(BaseModel):
-    """The algorithm's name; the other keys are its own options.
-
-    For ``ppo`` they are those of `megatron_real.algorithms.ppo.PPOConfig`.
-    """
+    """The algorithm's name; the other keys are its own options, as in `megatron_real.algorithms.configs`."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    name: Literal["ppo"] = "ppo"
+    name: str = "ppo"
+    """A built-in one, or ``module:ATTRIBUTE`` of one's own; see `megatron_real.algorithms.registry`."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -139,12 +168,15 @@ class RunOptions(_Options):
     verify: Literal["off", "checksum", "full"] = "off"
     """How reallocations prove what they delivered: see `realloc_ops.verify`."""
     seed: int = 1234
-    reward: str | None = None
-    """``module:function``; None asks the model ``reward``."""
+    reward: RewardOptions | None = None
+    """Reward functions, or ``module:function`` for one of them; None asks the model ``reward``."""
     algorithm: AlgorithmOptions = AlgorithmOptions()
     model: dict[str, ModelOptions] = {}
     """By role. A role that is not here has no checkpoint and is like the actor."""
     data: DataOptions
+    evaluation: EvaluationOptions = EvaluationOptions()
+    samples: SampleOptions = SampleOptions()
+    wandb: WandbOptions | None = None
     liveness: LivenessOptions = LivenessOptions()
     fault: tuple[str, ...] = ()
     """Injected faults, for tests; see `megatron_real.runtime.faults`."""
@@ -155,32 +187,30 @@ class RunOptions(_Options):
         """The options of a role, whether the user wrote any or not."""
         return self.model.get(name, ModelOptions())
 
-    def ppo_config(self) -> Any:
-        """The algorithm's options as `megatron_real.algorithms.ppo.PPOConfig`. Imports torch.
+    def algorithm_config(self) -> Any:
+        """The algorithm's options as an object of its definition's `config` class.
 
         Raises:
-            ConfigError: an option is unknown, of another type or out of range; lists all of them.
+            ConfigError: no such algorithm, or an option is unknown, of another type or out of range; lists all of them.
         """
-        from pydantic import TypeAdapter
-
-        from megatron_real.algorithms.ppo import PPOConfig
-
-        values = {"seed": self.seed, **self.algorithm.options}
-        unknown = [name for name in values if name not in PPOConfig.__dataclass_fields__]
+        config = find_algorithm(self.algorithm.name).config
+        known = [field.name for field in dataclasses.fields(config)]
+        values = {**({"seed": self.seed} if "seed" in known else {}), **self.algorithm.options}
         raise_problems(
             (
                 Problem(
                     path=f"algorithm.{name}",
                     found="an unknown option",
-                    expected=f"one of {', '.join(PPOConfig.__dataclass_fields__)}",
+                    expected=f"one of {', '.join(known)}" if known else "none",
                 )
-                for name in unknown
+                for name in values
+                if name not in known
             ),
             subject="options",
             error=ConfigError,
         )
         try:
-            return TypeAdapter(PPOConfig).validate_python(values)
+            return TypeAdapter(config).validate_python(values)
         except ValidationError as error:
             raise_problems(_problems(error, prefix="algorithm."), subject="options", error=ConfigError)
             raise AssertionError("a validation error without problems") from error
@@ -224,7 +254,7 @@ class RunOptions(_Options):
                 next_plan=_next_plan(known.real_next_plan),
                 output=known.real_output,
                 iterations=known.real_iterations,
-                reward=known.real_reward,
+                reward=known.real_reward and {"functions": [known.real_reward]},  # --real-set adds to it
                 resume=known.real_resume or None,
                 verify=known.real_verify,
                 seed=known.seed,
@@ -251,12 +281,7 @@ class RunOptions(_Options):
             yield Problem(path=_name("plan"), found=f"{self.plan}, which is no file", expected="a plan.json")
         if self.next_plan is not None:
             yield from _next_plan_problems(self.next_plan, self.iterations)
-        if not self.data.prompts.is_file():
-            yield Problem(
-                path=_name("data.prompts"),
-                found=f"{self.data.prompts}, which is no file",
-                expected="a file of prompts",
-            )
+        yield from self.data.problems()
         for role, model in self.model.items():
             if model.load is not None and not model.load.is_dir():
                 yield Problem(
@@ -266,9 +291,11 @@ class RunOptions(_Options):
                 )
         if self.output.exists() and not self.output.is_dir():
             yield Problem(path=_name("output"), found=f"{self.output}, which is a file", expected="a folder")
-        module, _, function = (self.reward or "module:function").partition(":")
-        if not module or not function.isidentifier():
-            yield Problem(path=_name("reward"), found=repr(self.reward), expected="module:function")
+        if self.reward is not None:
+            yield from self.reward.problems(self.liveness.stuck_after_s)
+        if self.data.eval_prompts is None and self.evaluation != EvaluationOptions():
+            expected = "held-out data, on which evaluations are made"
+            yield Problem(path="data.eval_prompts", found="nothing", expected=expected)
 
 
 def megatron_arguments(values: Mapping[str, MegatronValue]) -> tuple[str, ...]:
@@ -325,8 +352,12 @@ def _known(where: Sequence[str]) -> list[str]:
     """The options that there are at the place where `where` names one that there is not."""
     inner: dict[str, type[BaseModel]] = {
         "data": DataOptions,
+        "evaluation": EvaluationOptions,
         "liveness": LivenessOptions,
         "model": ModelOptions,
+        "reward": WeightedFunction if "functions" in where[:-1] else RewardOptions,
+        "samples": SampleOptions,
+        "wandb": WandbOptions,
     }
     owner: type[BaseModel] = inner.get(where[0], RunOptions) if len(where) > 1 else RunOptions
     return list(owner.model_fields)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from megatron_real.dataflow import Call, CallType, Graph, Per, Scope
+from megatron_real.dataflow import SAMPLES, Call, CallType, Graph, Per, Scope
 from megatron_real.errors import PlanError
 from megatron_real.layout import Coordinates, Layout, Mesh, coordinates_of, rank_of
 from megatron_real.plan import Placement, Plan
@@ -66,6 +66,11 @@ class CallAssignment:
         """All sequences of a data-parallel rank, ascending."""
         return tuple(sorted(i for step in self.steps for microbatch in step[dp_rank] for i in microbatch))
 
+    @property
+    def everything(self) -> tuple[int, ...]:
+        """All sequences, ascending."""
+        return tuple(sorted(i for step in self.steps for shard in step for part in shard for i in part))
+
 
 def balanced_partition(weights: Sequence[int], parts: int) -> list[list[int]]:
     """Split indices 0..n-1 into `parts` of nearly equal weight and of equal count (differing by at most one).
@@ -95,24 +100,36 @@ def balanced_partition(weights: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(part) for part in result]
 
 
-def assign(call: Call, placement: Placement, lengths: Lengths, num_minibatches: int = 1) -> CallAssignment:
+def assign(
+    call: Call, placement: Placement, lengths: Lengths, num_minibatches: int = 1, unit: int = 1
+) -> CallAssignment:
     """Cut the batch by sequence id into minibatches, then each by tokens over dp ranks and micro-batches.
 
     A generate call is split by prompt lengths alone, since nothing else is known before it.
 
+    Args:
+        call: whose batch it is.
+        placement: of the call.
+        lengths: of its sequences.
+        num_minibatches: optimizer steps of a pass over the batch.
+        unit: sequences with consecutive ids that stay together in a micro-batch.
+
     Raises:
         PlanError: fewer sequences than the cut needs, naming what to change.
     """
-    count, dp, num_micro = lengths.count, placement.parallel.dp, placement.num_microbatches
+    dp, num_micro = placement.parallel.dp, placement.num_microbatches
     needed = num_minibatches * dp * num_micro
-    if count < needed or (count // num_minibatches) // dp < num_micro:
+    count, rest = divmod(lengths.count, unit)
+    if rest or count < needed or (count // num_minibatches) // dp < num_micro:
+        together = f" of {unit} each" if unit > 1 else ""
         raise PlanError(
-            f"calls.{call.name}: {count} sequences cannot be cut into {num_minibatches} minibatches x dp={dp} x "
-            f"{num_micro} micro-batches (at least {needed}). Lower dp, num_microbatches or the number of minibatches, "
-            "or raise the batch size."
+            f"calls.{call.name}: {lengths.count} sequences cannot be cut into {num_minibatches} minibatches x dp={dp} "
+            f"x {num_micro} micro-batches (at least {needed}{together}). Lower dp, num_microbatches or the number of "
+            "minibatches, or raise the batch size."
         )
     generates = call.type is CallType.GENERATE
-    weights = [lengths.prompt[i] if generates else lengths.of(Per.TOKEN, i) for i in range(count)]
+    each = [lengths.prompt[i] if generates else lengths.of(Per.TOKEN, i) for i in range(lengths.count)]
+    weights = [sum(each[i * unit : (i + 1) * unit]) for i in range(count)]
     bounds = [count * step // num_minibatches for step in range(num_minibatches + 1)]
     steps = []
     for begin, end in pairwise(bounds):
@@ -120,11 +137,18 @@ def assign(call: Call, placement: Placement, lengths: Lengths, num_minibatches: 
         shards = _nested(balanced_partition([weights[i] for i in ids], dp), ids)
         steps.append(
             tuple(
-                tuple(map(tuple, _nested(balanced_partition([weights[i] for i in shard], num_micro), shard)))
+                tuple(
+                    _sequences(part, unit)
+                    for part in _nested(balanced_partition([weights[i] for i in shard], num_micro), shard)
+                )
                 for shard in shards
             )
         )
     return CallAssignment(steps=tuple(steps))
+
+
+def _sequences(units: Iterable[int], unit: int) -> tuple[int, ...]:
+    return tuple(i * unit + member for i in units for member in range(unit))
 
 
 def _nested(parts: Iterable[Iterable[int]], ids: Sequence[int]) -> list[list[int]]:
@@ -177,22 +201,26 @@ class TransferPlan:
 
 
 def build_transfer_plans(
-    graph: Graph, plan: Plan, assignments: Mapping[str, CallAssignment]
+    graph: Graph, plan: Plan, assignments: Mapping[str, CallAssignment], sequences: str = SAMPLES
 ) -> dict[tuple[str, str], TransferPlan]:
-    """The transfers of one iteration, by (producer, consumer), for consumers in execution order.
+    """The transfers of one set of sequences in an iteration, by (producer, consumer), consumers in execution order.
 
     Tokens go to the first and the last pipeline stage of the consumer, everything else to the last. What a rank
     produced or received for an earlier consumer is not sent to it again.
     """
-    router = _Router(graph, plan, assignments)
+    router = _Router(graph, plan, assignments, sequences)
     plans: dict[tuple[str, str], TransferPlan] = {}
     for consumer in graph.ordered(plan.order):
         for producer in graph.parents(consumer):
+            if producer.sequences != sequences:
+                continue
             pairs: dict[tuple[int, int], list[tuple[str, tuple[int, ...]]]] = {}
             for entry in consumer.inputs:
                 if entry.key in producer.outputs:
                     per = graph.key(entry.key).per
-                    wanted = _needs(per, entry.scope, plan.calls[consumer.name], assignments[consumer.name])
+                    # Of another set only whole keys are taken, so whose sequences they are does not matter.
+                    cut = assignments[consumer.name if consumer.sequences == sequences else producer.name]
+                    wanted = _needs(per, entry.scope, plan.calls[consumer.name], cut)
                     for rank, ids in wanted.items():
                         for sender, part in router.deliver(entry.key, rank, ids):
                             pairs.setdefault((sender, rank), []).append((entry.key, part))
@@ -210,25 +238,31 @@ def build_transfer_plans(
 def _needs(
     per: Per, scope: Scope, placement: Placement, assignment: CallAssignment
 ) -> dict[int, tuple[int, ...]]:
-    everything = tuple(sorted(i for dp in range(placement.parallel.dp) for i in assignment.shard(dp)))
-    shards = [assignment.shard(dp) for dp in range(placement.parallel.dp)]
+    if scope is Scope.FULL:
+        parts = [assignment.everything] * placement.parallel.dp
+    else:
+        parts = [assignment.shard(dp) for dp in range(placement.parallel.dp)]
     wanted: dict[int, tuple[int, ...]] = {}
     for rank in placement.mesh.ranks:
         if is_last_stage(rank, placement) or (per is Per.TOKEN and is_first_stage(rank, placement)):
             at = coordinates_of(rank, placement.mesh, placement.parallel)
-            wanted[rank] = everything if scope is Scope.FULL else shards[at.dp]
+            wanted[rank] = parts[at.dp]
     return wanted
 
 
 class _Router:
     """Chooses a sender for each (key, sequence) that a rank lacks, and remembers what it holds afterwards."""
 
-    def __init__(self, graph: Graph, plan: Plan, assignments: Mapping[str, CallAssignment]) -> None:
+    def __init__(
+        self, graph: Graph, plan: Plan, assignments: Mapping[str, CallAssignment], sequences: str
+    ) -> None:
         self._devices_per_node = plan.cluster.devices_per_node
         self._sources: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         """By key, for each data-parallel rank of its producer: the sequences, and the ranks that hold them."""
         self._held: dict[str, dict[int, set[int]]] = {}
         for call in graph.calls:
+            if call.sequences != sequences:
+                continue
             placement = plan.calls[call.name]
             mesh, layout = placement.mesh, placement.parallel
             shards = [
@@ -237,9 +271,9 @@ class _Router:
             for key in call.outputs:
                 self._sources[key] = shards
                 by_rank = self._held.setdefault(key, {})
-                for sequences, ranks in shards:
+                for ids, ranks in shards:
                     for rank in ranks:
-                        by_rank.setdefault(rank, set()).update(sequences)
+                        by_rank.setdefault(rank, set()).update(ids)
 
     def deliver(self, key: str, rank: int, ids: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
         """(sender, sequence ids) that bring `rank` to hold `ids` of a key."""

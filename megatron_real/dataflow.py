@@ -7,15 +7,18 @@ training of iteration i).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import networkx
 
 from megatron_real.errors import PlanError, Problem, raise_problems
 
-__all__ = ["Call", "CallType", "Graph", "Input", "KeySpec", "Per", "Scope"]
+__all__ = ["SAMPLES", "Call", "CallType", "Graph", "Input", "KeySpec", "Per", "Scope", "Update"]
+
+SAMPLES = "samples"
+"""The set of sequences of most graphs: a data set's, or the responses that are sampled."""
 
 
 class CallType(StrEnum):
@@ -54,6 +57,8 @@ class KeySpec:
     per: Per
     dtype: str
     """``int64`` or ``float32``."""
+    sequences: str = SAMPLES
+    """The set of sequences that it is of. Sets have equally many sequences, each set its own lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,8 @@ class Call:
     type: CallType
     inputs: tuple[Input, ...] = ()
     outputs: tuple[str, ...] = ()
+    sequences: str = SAMPLES
+    """The set of sequences that it works on: those of its outputs, and of its inputs of scope SHARD."""
 
     @property
     def trains(self) -> bool:
@@ -81,17 +88,40 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """A model that no call trains moves toward a trained one at the end of an iteration.
+
+    ``target = mix * source + (1 - mix) * target``, weight by weight; a reference that follows the actor.
+    """
+
+    target: str
+    source: str
+    mix: float
+    """Above 0; 1 replaces the target's weights."""
+    every: int = 1
+    """Iterations from one update to the next."""
+
+    def due(self, iteration: int) -> bool:
+        """Whether it is made at the end of `iteration`, counted from 0."""
+        return (iteration + 1) % self.every == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """The calls of one iteration of an algorithm, in their declared order, and the keys that pass between them.
 
     Raises:
-        PlanError: a key without a specification or producer, two producers of a key, two train calls of a model,
-            duplicate names, or a cycle. All problems are reported together.
+        PlanError: a key without a specification or producer, two producers of a key, two train calls of a model, two
+            generations of a set of sequences, a key of another set than its call's, duplicate names, a cycle, or an
+            update that is not from a trained model to one that nothing else changes. All problems are reported
+            together.
     """
 
     name: str
     calls: tuple[Call, ...]
     keys: tuple[KeySpec, ...]
+    updates: tuple[Update, ...] = ()
+    """Made after all calls of an iteration, in this order."""
 
     def __post_init__(self) -> None:
         raise_problems(self._problems(), subject=f"graph {self.name}")
@@ -101,6 +131,8 @@ class Graph:
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield Problem(path=f"calls.{name}", found="two calls of this name", expected="unique names")
         yield from self._ownership_problems()
+        yield from self._sequence_problems()
+        yield from self._update_problems()
         producers = {key: call.name for call in self.calls for key in call.outputs}
         yield from self._key_problems(producers)
         graph = self._networkx(producers)
@@ -129,6 +161,51 @@ class Graph:
                         expected="one train call of each model",
                     )
                 trained[call.model] = call.name
+
+    def _sequence_problems(self) -> Iterator[Problem]:
+        """Keys of other sequences than their call works on, or two generations of a set."""
+        sets = {spec.name: spec for spec in self.keys}
+        generations: dict[str, str] = {}
+        for call in self.calls:
+            if call.type is CallType.GENERATE:
+                first = generations.setdefault(call.sequences, call.name)
+                if first != call.name:
+                    yield Problem(
+                        path=f"calls.{call.name}",
+                        found=f"a second generation of the sequences {call.sequences!r} (the first is {first})",
+                        expected="one generation of each set of sequences",
+                    )
+            own = [(entry.key, entry.scope) for entry in call.inputs]
+            for key, scope in [*own, *((key, Scope.SHARD) for key in call.outputs)]:
+                spec = sets.get(key)
+                if spec is None or spec.sequences == call.sequences:
+                    continue
+                if scope is Scope.SHARD or spec.per is not Per.SEQUENCE:
+                    yield Problem(
+                        path=f"calls.{call.name}",
+                        found=f"key {key!r} ({spec.per} data of the sequences {spec.sequences!r})",
+                        expected=f"one of the sequences {call.sequences!r}, or an input of scope full with one number "
+                        "per sequence",
+                    )
+
+    def _update_problems(self) -> Iterator[Problem]:
+        """Updates between models that cannot take part, two of a model, or numbers out of range."""
+        for index, update in enumerate(self.updates):
+            path = f"updates.{update.target}"
+            if update.target not in self.models or self.trained(update.target):
+                yield Problem(
+                    path=path,
+                    found=f"the target {update.target!r}",
+                    expected="a model with calls, none of them a training",
+                )
+            if not self.trained(update.source):
+                yield Problem(path=path, found=f"the source {update.source!r}", expected="a trained model")
+            if any(other.target == update.target for other in self.updates[:index]):
+                yield Problem(path=path, found="a second update", expected="one update of each model")
+            if not 0.0 < update.mix <= 1.0:
+                yield Problem(path=f"{path}.mix", found=str(update.mix), expected="more than 0 and at most 1")
+            if update.every < 1:
+                yield Problem(path=f"{path}.every", found=str(update.every), expected="at least 1")
 
     def _key_problems(self, producers: dict[str, str]) -> Iterator[Problem]:
         """Keys without a specification or without a producer."""
@@ -183,10 +260,35 @@ class Graph:
         wanted = {self.producer(entry.key).name for entry in call.inputs}
         return tuple(other for other in self.calls if other.name in wanted)
 
+    def only(self, names: Collection[str]) -> Graph:
+        """The graph of these calls alone, which changes no other models.
+
+        Raises:
+            PlanError: one of them consumes what none of them produces.
+        """
+        return replace(self, calls=tuple(call for call in self.calls if call.name in names), updates=())
+
     @property
     def models(self) -> tuple[str, ...]:
         """Roles in order of their first call."""
         return tuple(dict.fromkeys(call.model for call in self.calls if call.model is not None))
+
+    @property
+    def sequence_sets(self) -> tuple[str, ...]:
+        """The sets of sequences that calls work on, in order of their first call."""
+        return tuple(dict.fromkeys(call.sequences for call in self.calls))
+
+    def generation(self, sequences: str = SAMPLES) -> Call | None:
+        """The call that generates the responses of a set; None where the data set has them."""
+        found = (
+            call for call in self.calls if call.type is CallType.GENERATE and call.sequences == sequences
+        )
+        return next(found, None)
+
+    def sequences_needed(self, call: Call) -> tuple[str, ...]:
+        """Sets whose lengths a rank must know to run `call`: its own, unless it generates it, and its inputs'."""
+        own = () if call.type is CallType.GENERATE else (call.sequences,)
+        return tuple(dict.fromkeys([*own, *(self.key(entry.key).sequences for entry in call.inputs)]))
 
     def calls_of(self, model: str) -> tuple[Call, ...]:
         """The calls of one role, in declared order."""
@@ -195,6 +297,21 @@ class Graph:
     def trained(self, model: str) -> bool:
         """Whether some call trains this role."""
         return any(call.trains for call in self.calls_of(model))
+
+    def update_of(self, model: str) -> Update | None:
+        """The update whose target this role is."""
+        return next((update for update in self.updates if update.target == model), None)
+
+    def changes(self, model: str) -> bool:
+        """Whether this role's weights change from iteration to iteration: it is trained, or updated."""
+        return self.trained(model) or self.update_of(model) is not None
+
+    def version(self, model: str, iteration: int) -> int:
+        """The number of iterations whose training is in this role's weights when `iteration` begins; 0 if they stay."""
+        update = self.update_of(model)
+        if update is not None:
+            return iteration - iteration % update.every
+        return iteration if self.trained(model) else 0
 
     def home_call(self, model: str) -> Call:
         """The call at whose placement the role's weights live between calls: its train call, else its first."""

@@ -341,6 +341,12 @@ def _residence_problems(graph: Graph, call: Call, placement: Placement) -> Itera
             found="node for a trained model",
             expected="none, or in its train call host: a host store has frozen weights",
         )
+    elif graph.update_of(call.model) is not None and placement.offload == "node":
+        yield Problem(
+            path=f"{path}.offload",
+            found=f"node for {call.model}, which is moved toward a trained model",
+            expected="none or host: the weights in a host store stay what they are",
+        )
     elif graph.trained(call.model) and placement.offload == "host" and not call.trains:
         yield Problem(
             path=f"{path}.offload",

@@ -4,9 +4,8 @@ The simulator walks a program with a cost model, the runtime walks it with real 
 under the same names.
 
 Invariants (tests/property/test_program.py):
-    - all instructions of an iteration have one global order; a rank's steps are a subsequence of it, up to
-    the receiving
-      side of a transfer, which waits right before the consumer runs;
+    - all instructions of an iteration have one global order; a rank's steps are a subsequence of it, up to the
+      receiving side of a transfer, which waits right before the consumer runs;
     - for every pair of ranks, messages are sent and received in the same order;
     - an abstract machine that blocks wherever a rank can block finishes every program (no deadlock);
     - the source of a streamed realloc does not change before all of it is sent;
@@ -15,17 +14,18 @@ Invariants (tests/property/test_program.py):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from megatron_real.dataflow import Call, Graph
+from megatron_real.dataflow import Call, Graph, Update
 from megatron_real.layout import Mesh
 from megatron_real.plan import CopyKey, OffloadTo, Plan
 
 __all__ = [
     "Instruction",
+    "Mix",
     "Offload",
     "Program",
     "Realloc",
@@ -92,8 +92,27 @@ class Realloc:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """Move the weights of a model's home copy toward those of another model's: a `dataflow.Update` on its copies."""
+
+    update: Update
+    source: CopyKey
+    target: CopyKey
+    from_host: bool = False
+    """The target rests on the host: its weights come to the device for this, and go back."""
+
+    @property
+    def name(self) -> str:
+        return f"mix:{self.target.model}"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.source.mesh.ranks, *self.target.mesh.ranks}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Move a producer's outputs to a consumer; without a consumer, the lengths of a generation to everyone else."""
+    """Move a producer's outputs to a consumer; without a consumer, the lengths of a generation to all who need them."""
 
     producer: str
     consumer: str | None
@@ -167,7 +186,7 @@ class Save:
         return tuple(self.world.ranks)
 
 
-Instruction = Run | Realloc | Transfer | Offload | Reload | Save
+Instruction = Run | Realloc | Mix | Transfer | Offload | Reload | Save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,15 +214,17 @@ class Program:
     plan: Plan
     instructions: tuple[Instruction, ...]
     world_size: int
+    whole: Graph | None = None
+    """The algorithm's graph, where `graph` has only the calls of an evaluation."""
 
     def steps(self, rank: int) -> tuple[Step, ...]:
         """What `rank` does in an iteration.
 
         A transfer's sends are posted right after the producer ran, its receives are waited for right before the
-        consumer runs.
+        consumer runs; lengths right before the first call that needs them.
         """
         waiting: dict[str | None, list[Step]] = {}
-        lengths: list[Step] = []
+        lengths: dict[str, Step] = {}
         steps: list[Step] = []
         sending: list[Realloc] = []
         for index, instruction in enumerate(self.instructions):
@@ -224,13 +245,14 @@ class Program:
                     if rank in instruction.targets:
                         receive = Step(index=index, instruction=instruction, side=Side.RECEIVE)
                         if instruction.consumer is None:
-                            lengths.append(receive)
+                            lengths[self.graph.call(instruction.producer).sequences] = receive
                         else:
                             waiting.setdefault(instruction.consumer, []).append(receive)
                 case Run():
                     # Lengths first: they say which sequences the call works on, and how large its messages are.
-                    steps += [*lengths, *waiting.pop(instruction.call, [])]
-                    lengths = []
+                    needed = self.graph.sequences_needed(self.graph.call(instruction.call))
+                    arriving = [lengths.pop(name) for name in tuple(lengths) if name in needed]
+                    steps += [*arriving, *waiting.pop(instruction.call, [])]
                     steps.append(Step(index=index, instruction=instruction, finish=finish))
                 case _:
                     steps.append(Step(index=index, instruction=instruction, finish=finish))
@@ -242,7 +264,7 @@ class Program:
         It changes or frees the source, or sends messages of the same kind, which match by their order.
         """
         match instruction:
-            case Realloc() | Save():
+            case Realloc() | Mix() | Save():
                 return True
             case Run(copy=copy, call=call):
                 return copy == realloc.source and self.graph.call(call).trains
@@ -264,34 +286,34 @@ class Program:
 
     def home(self, model: str) -> CopyKey:
         """The copy in which a model lives between calls: trained models at their train call."""
-        copy = self.plan.copy_of(self.graph.home_call(model))
-        assert copy is not None, "a model has a copy"
-        return copy
+        return _home(self.whole or self.graph, self.plan, model)
 
 
-def compile_program(graph: Graph, plan: Plan) -> Program:
+def compile_program(graph: Graph, plan: Plan, *, evaluation: Collection[str] = ()) -> Program:
     """Compile one iteration. Pure; every rank computes the same program.
 
     Calls come in `Graph.ordered(plan.order)`. Before a call on a copy that is not its model's home copy stands the
     realloc that fills it; the copy is released after its last call before the next training. A model in the nodes' host
-    stores has no home on devices: a reload stands where the realloc would. Transfers stand right after their producer.
+    stores has no home on devices: a reload stands where the realloc would. Transfers stand right after their producer,
+    the graph's updates after all calls, so that no training waits for another model's.
+
+    With `evaluation` only these calls run, between two iterations; train calls among them compute their loss, no more.
 
     Raises:
-        PlanError: the plan does not fit the graph.
+        PlanError: the plan does not fit the graph, or a call of the evaluation needs one that is not.
     """
     plan.check(graph)
-    order = graph.ordered(plan.order)
+    order = tuple(call for call in graph.ordered(plan.order) if not evaluation or call.name in evaluation)
     world = Mesh(0, plan.cluster.num_devices)
     instructions: list[Instruction] = []
-    homes = {model: plan.copy_of(graph.home_call(model)) for model in graph.models}
+    homes = {model: _home(graph, plan, model) for model in graph.models}
     trained: set[str] = set()
     filled: set[CopyKey] = set()
     for position, call in enumerate(order):
         copy = plan.copy_of(call)
         if copy is not None:
-            home = homes[copy.model]
-            assert home is not None, "a model has a home copy"
-            instructions += _arrive(plan, call, copy, (home, _rests_on(graph, plan, copy.model)), filled)
+            lives = (homes[copy.model], _rests_on(graph, plan, copy.model))
+            instructions += _arrive(plan, call, copy, lives, filled)
             filled.add(copy)
         last_use = copy is not None and not _needed_later(copy, call, order[position + 1 :], plan)
         temporary = copy is not None and (
@@ -304,7 +326,8 @@ def compile_program(graph: Graph, plan: Plan) -> Program:
             version_offset=int(copy is not None and copy.model in trained),
             release=temporary and last_use,
         )
-        if copy is not None and call.trains and plan.calls[call.name].offload == "host":
+        trains = call.trains and not evaluation
+        if copy is not None and trains and plan.calls[call.name].offload == "host":
             instructions += [
                 Reload(copy=copy, source="host", what="state"),
                 run,
@@ -312,16 +335,26 @@ def compile_program(graph: Graph, plan: Plan) -> Program:
             ]
         else:
             instructions.append(run)
-        if copy is not None and call.trains:
+        if copy is not None and trains:
             trained.add(copy.model)
             filled = {other for other in filled if other.model != copy.model}
         if copy is not None and temporary and last_use:
             filled.discard(copy)
         instructions += _depart(graph, plan, copy, order[position + 1 :])
         instructions += _transfers(graph, plan, call, order[position + 1 :])
-    instructions.append(Save(world=world))
-    placed = _drop_weights(graph, plan, instructions)
-    return Program(graph=graph, plan=plan, instructions=tuple(placed), world_size=world.size)
+    if evaluation:
+        names = tuple(call.name for call in order)
+        part, ordered = graph.only(names), plan.model_copy(update={"order": names})
+        placed = tuple(instructions)
+        return Program(graph=part, plan=ordered, instructions=placed, world_size=world.size, whole=graph)
+    placed = tuple(_drop_weights(graph, plan, [*instructions, *_updates(graph, plan), Save(world=world)]))
+    return Program(graph=graph, plan=plan, instructions=placed, world_size=world.size)
+
+
+def _home(graph: Graph, plan: Plan, model: str) -> CopyKey:
+    copy = plan.copy_of(graph.home_call(model))
+    assert copy is not None, "a model has a copy"
+    return copy
 
 
 def _rests_on(graph: Graph, plan: Plan, model: str) -> OffloadTo:
@@ -348,9 +381,14 @@ def _depart(graph: Graph, plan: Plan, copy: CopyKey | None, later: tuple[Call, .
     if copy is None or _rests_on(graph, plan, copy.model) != "host":
         return
     if all(other.model != copy.model for other in later):
-        home_copy = plan.copy_of(graph.home_call(copy.model))
-        assert home_copy is not None, "a model has a home copy"
-        yield Offload(copy=home_copy, to="host")
+        yield Offload(copy=_home(graph, plan, copy.model), to="host")
+
+
+def _updates(graph: Graph, plan: Plan) -> Iterator[Instruction]:
+    for update in graph.updates:
+        source, target = (_home(graph, plan, model) for model in (update.source, update.target))
+        from_host = _rests_on(graph, plan, update.target) == "host"
+        yield Mix(update=update, source=source, target=target, from_host=from_host)
 
 
 def _needed_later(copy: CopyKey, call: Call, later: tuple[Call, ...], plan: Plan) -> bool:
@@ -369,7 +407,8 @@ def _needed_later(copy: CopyKey, call: Call, later: tuple[Call, ...], plan: Plan
 def _transfers(graph: Graph, plan: Plan, call: Call, later: tuple[Call, ...]) -> Iterator[Instruction]:
     source = plan.calls[call.name].mesh
     if call.type == "generate":
-        others = {rank for other in later for rank in plan.calls[other.name].mesh.ranks if rank not in source}
+        users = [other for other in later if call.sequences in graph.sequences_needed(other)]
+        others = {rank for other in users for rank in plan.calls[other.name].mesh.ranks if rank not in source}
         if others:
             yield Transfer(producer=call.name, consumer=None, source=source, targets=tuple(sorted(others)))
     for consumer in later:
@@ -389,8 +428,7 @@ def _drop_weights(graph: Graph, plan: Plan, instructions: list[Instruction]) -> 
         home_call = graph.home_call(model)
         if not plan.calls[home_call.name].drop_trained_weights:
             continue
-        home = plan.copy_of(home_call)
-        assert home is not None, "a model has a home copy"
+        home = _home(graph, plan, model)
         # A streamed realloc reads the weights until the call that it brings them to has ended.
         streamed = {
             one.call for one in result if isinstance(one, Realloc) and one.stream and one.source == home

@@ -29,7 +29,19 @@ from typing import Any, Self
 
 from megatron_real.errors import ConfigError
 
-__all__ = ["OpenSpan", "Span", "SpanKind", "Tracer", "attribute_waits", "read_spans", "write_chrome_trace"]
+__all__ = [
+    "EVALUATION_SPAN",
+    "OpenSpan",
+    "Span",
+    "SpanKind",
+    "Tracer",
+    "attribute_waits",
+    "read_spans",
+    "write_chrome_trace",
+]
+
+EVALUATION_SPAN = "evaluation"
+"""The name of a span, of the kind ``other``, that is an evaluation before its iteration and no part of it."""
 
 Fact = str | int | float | bool | None
 

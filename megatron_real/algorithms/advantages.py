@@ -1,4 +1,4 @@
-"""Rewards per token, generalised advantage estimation and whitening over packed responses of unequal length.
+"""Rewards per token, returns, generalised advantage estimation and whitening over packed responses of unequal length.
 
 Everything is float64 and flat, [R] response tokens or [S] sequences, in sequence-id order, on the CPU. Sums
 are exactly rounded (`math.fsum`): no thread count, device or order of additions makes two ranks disagree in a
@@ -6,6 +6,8 @@ bit.
 
 A response ends where it ends: one that was cut off at the length limit is treated like one that the end token
 closed (the value after its last token is 0), as verl and OpenRLHF do. Nothing is bootstrapped.
+
+Advantages of whole responses, from the rewards of their group, are in `groups`; `per_token` gives them to tokens.
 
 Invariants (tests/property/test_advantages.py):
     - results of a sequence do not depend on its neighbours, but for whitening;
@@ -21,14 +23,23 @@ import torch
 
 from megatron_real.errors import RealError
 
-__all__ = ["exact_moments", "explained_variance", "gae", "reward_tokens", "sequence_sums", "whiten"]
+__all__ = [
+    "discounted_returns",
+    "exact_moments",
+    "explained_variance",
+    "gae",
+    "per_token",
+    "reward_tokens",
+    "sequence_sums",
+    "whiten",
+]
 
 
 def reward_tokens(scores: torch.Tensor, penalties: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Reward of each response token: minus its penalty, plus the sequence's score on the last token.
 
     Args:
-        scores: [S].
+        scores: [S]. NaN, of a reward that did not come, adds nothing: the sequence is to be masked.
         penalties: [R], what each token costs (KL coefficient * KL estimate).
         lengths: response tokens of each sequence, all at least 1.
 
@@ -43,7 +54,7 @@ def reward_tokens(scores: torch.Tensor, penalties: torch.Tensor, lengths: Sequen
         raise RealError(f"advantages: responses {empty[:8]} have no tokens; expected at least 1 in each.")
     rewards = -penalties.double()
     last = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
-    rewards[last] += scores.double()
+    rewards[last] += scores.double().masked_fill(scores.isnan(), 0.0)
     return rewards
 
 
@@ -83,6 +94,28 @@ def gae(
     return rows[time, sequence]
 
 
+def discounted_returns(rewards: torch.Tensor, lengths: Sequence[int], *, gamma: float) -> torch.Tensor:
+    """What is still to come at each token, ``G_t = r_t + gamma * G_{t+1}``.
+
+    With a KL penalty in `rewards` (`reward_tokens`) and whitened over the batch this is the advantage of REINFORCE++
+    (Hu 2025, arXiv:2501.03262), which has neither critic nor groups.
+
+    Args:
+        rewards: [R].
+        lengths: response tokens of each sequence; 0 is allowed.
+        gamma: discount per token.
+
+    Returns:
+        [R] float64.
+    """
+    return gae(rewards, torch.zeros_like(rewards), lengths, gamma=gamma, lam=1.0)
+
+
+def per_token(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """The value of a sequence, such as its advantage or whether it is kept, for each of its tokens: [S] -> [R]."""
+    return values.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+
+
 def exact_moments(values: torch.Tensor) -> tuple[float, float]:
     """Mean and variance (over n, not n - 1) of all elements, from exactly rounded sums; (0, 0) of none."""
     numbers = values.double().tolist()
@@ -92,10 +125,20 @@ def exact_moments(values: torch.Tensor) -> tuple[float, float]:
     return mean, math.fsum((number - mean) ** 2 for number in numbers) / len(numbers)
 
 
-def whiten(values: torch.Tensor, *, epsilon: float = 1e-8) -> torch.Tensor:
-    """Shift and scale to mean 0 and variance 1 over all elements: [R] -> [R] float64."""
-    mean, variance = exact_moments(values)
-    return (values.double() - mean) / math.sqrt(variance + epsilon)
+def whiten(values: torch.Tensor, *, kept: torch.Tensor | None = None, epsilon: float = 1e-8) -> torch.Tensor:
+    """Shift and scale to mean 0 and variance 1.
+
+    Args:
+        values: [R].
+        kept: [R] bool, which of them to do it over; None is all. The others become 0.
+        epsilon: added to the variance.
+
+    Returns:
+        [R] float64.
+    """
+    mean, variance = exact_moments(values if kept is None else values[kept])
+    white = (values.double() - mean) / math.sqrt(variance + epsilon)
+    return white if kept is None else white.masked_fill(~kept, 0.0)
 
 
 def sequence_sums(values: torch.Tensor, lengths: Sequence[int]) -> list[float]:

@@ -23,23 +23,32 @@ __all__ = ["AdaptiveKL", "FixedKL", "KLController", "KLEstimator", "estimate_kl"
 _MAX_RELATIVE_ERROR = 0.2
 """Ziegler et al. clip the relative error to this, so that one strange batch cannot swing the coefficient."""
 
+_MAX_LOG_RATIO = 20.0
+"""exp(89) does not fit into fp32."""
+
 
 class KLEstimator(StrEnum):
-    """Estimators of KL(policy || reference) from one sampled token.
+    """Estimators of KL(policy || reference) from one token that the policy sampled.
 
-    Schulman, "Approximating KL divergence", 2020. With ``d = logprob - ref_logprob``:
+    Schulman, "Approximating KL divergence", 2020. With ``d = logprob - ref_logprob``. As a penalty in the reward only
+    the value counts; as a term of the loss only the gradient does, and the two are not equally good: the gradient of an
+    estimate is no estimate of the gradient (Tang and Munos 2025, arXiv:2506.09477).
     """
 
     K1 = "k1"
-    """``d``: unbiased; may be negative."""
+    """``d``: unbiased; may be negative. In a loss it does nothing: the expectation of its gradient is 0."""
     K2 = "k2"
-    """``d**2 / 2``: biased, low variance."""
+    """``d**2 / 2``: biased, low variance. In a loss its gradient is unbiased: that of KL(policy || reference)."""
     K3 = "k3"
-    """``exp(-d) - 1 + d``: unbiased, never negative."""
+    """``exp(-d) - 1 + d``: unbiased, never negative. In a loss, as in GRPO (arXiv:2402.03300, eq. 4), its gradient is
+    that of KL(reference || policy): close to the other while the two policies are."""
 
 
 def estimate_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
-    """KL estimate of each token; any shape, the inputs' dtype."""
+    """KL estimate of each token; any shape, the inputs' dtype, with gradient.
+
+    K3 takes a ratio of more than exp(20), which a stray token may have, for exp(20) and gives it no gradient.
+    """
     difference = logprobs - ref_logprobs
     match estimator:
         case KLEstimator.K1:
@@ -47,6 +56,7 @@ def estimate_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: K
         case KLEstimator.K2:
             return 0.5 * difference.square()
         case KLEstimator.K3:
+            difference = difference.clamp(min=-_MAX_LOG_RATIO)
             return torch.expm1(-difference) + difference
 
 

@@ -24,8 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from megatron_real.algorithms.graphs import GRAPHS
-from megatron_real.cli.graphs import graph_of_plan
+from megatron_real.algorithms.registry import ALGORITHMS, graph_of_plan
 from megatron_real.config import conf_dir
 from megatron_real.errors import ConfigError, Problem, RealError, raise_problems
 from megatron_real.plan import Plan
@@ -205,10 +204,13 @@ def load_plan(path: str, tree: Mapping[str, Any], source: str) -> LoadedPlan:
     given = {name: value for name, value in (tree.get("algorithm") or {}).items() if name != "name"}
     graph = graph_of_plan(plan, given)
     if graph is None:
-        raise ConfigError(f"{path}: found algorithm {plan.algorithm!r}; expected one of {', '.join(GRAPHS)}.")
+        raise ConfigError(
+            f"{path}: found algorithm {plan.algorithm!r}; expected one of {', '.join(ALGORITHMS)}."
+        )
     base = recorded_inputs(plan)
     if base is None:
-        workload = compose_options("simulate", [f"workload={plan.algorithm}"])["workload"]
+        known = plan.algorithm if plan.algorithm in choices("workload") else "ppo"
+        workload = compose_options("simulate", [f"workload={known}"])["workload"]
         base = {"algorithm": {"name": plan.algorithm}, "workload": workload}
     base["cluster"] = plan.cluster.model_dump()
     base["model"] = {

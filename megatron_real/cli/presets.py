@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_real.algorithms.graphs import ppo_graph
+from megatron_real.algorithms.graphs import graph_of
+from megatron_real.algorithms.registry import ALGORITHMS
 from megatron_real.dataflow import Graph
 from megatron_real.errors import ConfigError, Problem, raise_problems
 from megatron_real.plan import ClusterSpec, Plan
@@ -22,9 +23,7 @@ PRESETS = ("symmetric", "split")
 
 def main(argv: list[str]) -> int:
     """Write the plan to --output, or print it."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-real plan", description="Write a plan for PPO without a search."
-    )
+    parser = argparse.ArgumentParser(prog="megatron-real plan", description="Write a plan without a search.")
     parser.add_argument(
         "preset", choices=PRESETS, help="one layout for all calls, or actor+ref and the rest on two halves"
     )
@@ -40,11 +39,21 @@ def main(argv: list[str]) -> int:
         help="such as d1t2p2; for split with the name of a call or a model, such as actor=d1t2p1. May be repeated",
     )
     parser.add_argument("--num-microbatches", type=int)
-    parser.add_argument("--reward", choices=("model", "function"), default="model")
-    parser.add_argument("--no-reference", action="store_true", help="PPO without a reference model")
+    parser.add_argument(
+        "--algorithm", default="ppo", metavar="NAME", help=f"{', '.join(ALGORITHMS)}, or module:ATTRIBUTE"
+    )
+    parser.add_argument(
+        "--reward", choices=("model", "function"), help="what scores responses (default: model)"
+    )
+    parser.add_argument(
+        "--reference",
+        action=argparse.BooleanOptionalAction,
+        help="whether there is a reference model (default: as the algorithm's options have it)",
+    )
     parser.add_argument("--output", "-o", type=Path, metavar="PLAN.JSON")
     args = parser.parse_args(argv)
-    graph = ppo_graph(args.reward, reference=not args.no_reference)
+    given = {"reward": args.reward, "reference": args.reference}
+    graph = graph_of(args.algorithm, **{name: value for name, value in given.items() if value is not None})
     cluster = cluster_spec(
         {
             "num_nodes": args.nodes,

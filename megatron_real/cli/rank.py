@@ -18,11 +18,11 @@ USER_ERROR = 2
 def run(options: RunOptions) -> None:
     """Train, as the rank that the environment names."""
     install()
-    from megatron_real.hooks.launch import run_ppo  # imports torch and Megatron
+    from megatron_real.hooks import launch  # imports torch and Megatron
     from megatron_real.hooks.pinning import pin_rank
 
     pin_rank()
-    run_ppo(options)
+    launch.run(options)
 
 
 def main(argv: list[str]) -> int:

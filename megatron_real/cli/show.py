@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from rich.console import Console
 from rich.table import Table
 
-from megatron_real.cli.graphs import graph_of_plan
+from megatron_real.algorithms.registry import graph_of_plan
 from megatron_real.dataflow import Graph
 from megatron_real.layout import coordinates_of, format_placement
 from megatron_real.plan import Placement, Plan

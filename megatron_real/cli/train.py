@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from megatron_real.algorithms.graphs import ppo_graph
+from megatron_real.algorithms.registry import find_algorithm
 from megatron_real.cli.presets import PRESETS, cluster_spec, preset_plan
 from megatron_real.cli.rank import USER_ERROR, run
 from megatron_real.cli.ranks import RankExit, launch_ranks, rank_environment
@@ -36,7 +36,7 @@ from megatron_real.runtime.run_state import state_to_resume
 
 __all__ = ["Job", "JobFailed", "allow_new_keys", "job_table", "main", "options_from_config"]
 
-_SUMMARY = ("reward_first", "reward_last", "iteration_s")
+_SUMMARY = ("goal_first", "goal_last", "iteration_s")
 """Columns of the table of a multirun, from each job's summary.json."""
 
 _ERROR = re.compile(r"(?:\[rank \d+\] )?(\w*(?:Error|Fault): .+)")
@@ -138,10 +138,11 @@ def options_from_config(config: DictConfig, folder: Path) -> RunOptions:
                 f"train: cluster.devices_per_node: found nothing; expected a number, for which plan={tree['plan']} is "
                 "made. Add cluster=cpu4 or cluster.devices_per_node=N."
             )
-        reference = tree["algorithm"].get("reference", True)
-        graph = ppo_graph("model" if tree.get("reward") is None else "function", reference=bool(reference))
+        options = _checked_options(tree)
+        graph = find_algorithm(options.algorithm.name).graph_for(
+            options.algorithm_config(), reward="model" if options.reward is None else "function"
+        )
         plan = preset_plan(tree["plan"], graph, wanted)
-        options = _checked_options(tree, plan)
         state_to_resume(options.output, resume=options.resume)  # before files of a run are written over
         plan.dump(folder / "plan.json")
         return options.model_copy(update={"plan": folder / "plan.json"})
@@ -196,11 +197,11 @@ def _run_job(config: DictConfig, folder: Path) -> None:
         raise JobFailed(_reason(folder / "logs", failed[0], num_failed=len(failed)))
 
 
-def _checked_options(tree: Mapping[str, Any], plan: Plan) -> RunOptions:
-    """The options with `plan`, which is not in the run's folder yet: its file must exist to be sound."""
+def _checked_options(tree: Mapping[str, Any]) -> RunOptions:
+    """The options of a run whose plan follows from them: where its file must exist, an empty one stands in."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
-        plan.dump(path)
+        path.touch()
         return RunOptions.from_tree({**tree, "plan": path}, source="train")
 
 

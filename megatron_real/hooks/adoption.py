@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from megatron_real.hooks.replan import CopyChanges, check_change, copy_changes
 from megatron_real.hooks.training_state import move_training
 from megatron_real.plan import CopyKey
+from megatron_real.process_groups import exchange
 from megatron_real.program import Program
 from megatron_real.realloc_ops.versions import FROZEN_VERSION
 
@@ -94,12 +95,21 @@ def _change_frozen(backend: MegatronBackend, change: CopyChanges) -> None:
         _add_empty(backend, key)
     if not change.moves:
         return
-    backend.realloc(change.old_home, change.new_home, FROZEN_VERSION)
+    backend.realloc(change.old_home, change.new_home, _version(backend, change))
     backend.pairs.forget((change.old_home, change.new_home))
     if change.closes_old_home:
         _close(backend, change.old_home)
     elif change.old_home in backend._copies:
         backend.release(change.old_home)
+
+
+def _version(backend: MegatronBackend, change: CopyChanges) -> int:
+    """The version of an untrained model's weights, on all ranks. Collective over WORLD if it changes."""
+    if not backend.program.graph.changes(change.model):
+        return FROZEN_VERSION
+    mine = backend.version(change.old_home) if change.old_home in backend._copies else None
+    versions = exchange(mine, None, group=backend._table_group, what=f"version of {change.model}")
+    return next(version for version in versions.values() if version is not None)
 
 
 def _add_empty(backend: MegatronBackend, key: CopyKey) -> None:

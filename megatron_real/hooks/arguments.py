@@ -23,8 +23,8 @@ from megatron_real.plan import Placement, Plan
 
 __all__ = ["add_real_arguments", "apply_plan", "layout_arguments", "wrap_add_arguments", "wrap_validate_args"]
 
-_TRAIN_CALLS = ("actor_train",)
-"""Whose placement a plan of several calls gives to Megatron's arguments."""
+_ACTOR_TRAINING = "actor_train"
+"""Whose placement a plan gives to Megatron's arguments; without an actor, that of the first training."""
 
 
 def add_real_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -52,7 +52,11 @@ def add_real_arguments(parser: ArgumentParser) -> ArgumentParser:
         default=[],
         help="a role's checkpoint, for example critic=DIR; may be given once per role",
     )
-    group.add_argument("--real-prompts", metavar="FILE", help="prompts, one JSON object per line")
+    group.add_argument(
+        "--real-prompts",
+        metavar="DATA",
+        help="prompts, answers or pairs: a JSONL file, a folder, or hf:NAME[@CONFIG][:SPLIT]",
+    )
     group.add_argument(
         "--real-reward", metavar="MODULE:FUNCTION", help="a Python reward instead of a reward model"
     )
@@ -60,7 +64,9 @@ def add_real_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--real-output", metavar="DIR", help="metrics, traces, checkpoints and the summary go here"
     )
     group.add_argument("--real-iterations", metavar="N", type=int, help="iterations of the algorithm")
-    group.add_argument("--real-batch-size", metavar="N", type=int, help="prompts per iteration")
+    group.add_argument(
+        "--real-batch-size", metavar="N", type=int, help="prompts, answers or pairs per iteration"
+    )
     group.add_argument(
         "--real-verify",
         metavar="MODE",
@@ -222,12 +228,13 @@ def _train_placement(plan: Plan, source: str) -> tuple[str, Placement]:
                 "algorithm pretrain has."
             )
         return next(iter(plan.calls.items()))
-    for name in _TRAIN_CALLS:
+    trainings = [name for name in plan.calls if name.endswith("_train")]
+    for name in (_ACTOR_TRAINING, *trainings):
         if name in plan.calls:
             return name, plan.calls[name]
     raise PlanError(
-        f"{source}: calls: found no placement for {_TRAIN_CALLS[0]!r}, at which Megatron's arguments describe the "
-        f"actor. Calls placed: {', '.join(sorted(plan.calls))}."
+        f"{source}: calls: found no placement for {_ACTOR_TRAINING!r} or another call named MODEL_train, at which "
+        f"Megatron's arguments describe the model. Calls placed: {', '.join(sorted(plan.calls))}."
     )
 
 

@@ -17,7 +17,7 @@ import copy as copy_module
 import pickle
 import shutil
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from megatron_real.realloc_ops.shards import TensorSpec
 from megatron_real.runtime.run_state import write_atomically
 
 __all__ = [
+    "at_hand",
     "check_architecture",
     "check_tensors",
     "find_checkpoint",
@@ -309,19 +310,47 @@ def _shown(shape: _Shape) -> str:
     return " x ".join("vocabulary" if size is None else str(size) for size in shape)
 
 
-def save_copy(copy: ModelCopy | None, folder: Path, iteration: int, args: Namespace, *, owner: int) -> None:
-    """Write one model with its optimizer as a checkpoint that Megatron's own `load_checkpoint` reads.
+@contextlib.contextmanager
+def at_hand(copy: ModelCopy | None) -> Iterator[None]:
+    """Have all of a copy on the device for a block, then let it go back to the host if it rested there.
+
+    Of a trained copy that is the optimizer's state, of a frozen one its weights. Not collective.
+
+    Raises:
+        CapacityError: it does not fit on the device beside what is there.
+    """
+    away = copy is not None and not copy.trainable and not copy.resident
+    if copy is not None and away:
+        copy.reload()
+    try:
+        with copy.with_state() if copy is not None else contextlib.nullcontext():
+            yield
+    finally:
+        if copy is not None and away:
+            copy.offload("host")
+
+
+def save_copy(
+    copy: ModelCopy | None,
+    folder: Path,
+    iteration: int,
+    args: Namespace,
+    *,
+    owner: int,
+    optimizer: bool = True,
+) -> None:
+    """Write one model, with its optimizer if it has one, as a checkpoint that Megatron's own `load_checkpoint` reads.
 
     Collective over WORLD; ranks outside the copy's mesh pass None. `owner` is a rank inside the mesh: what the
-    optimizer keeps besides tensors is brought from it to rank 0, which writes it. Optimizer state that rests on the
-    host is on the device while it is saved.
+    optimizer keeps besides tensors is brought from it to rank 0, which writes it. What rests on the host is on the
+    device while it is saved. `optimizer` tells all ranks whether there is one.
 
     Raises:
         OSError: the folder cannot be written.
-        CapacityError: state that rests on the host does not fit on the device beside what is there.
+        CapacityError: what rests on the host does not fit on the device beside what is there.
     """
-    with copy.with_state() if copy is not None else contextlib.nullcontext():
-        _save(copy, folder, iteration, args, owner)
+    with at_hand(copy):
+        _save(copy, folder, iteration, _storable(args, optimizer), owner)
 
 
 def _save(copy: ModelCopy | None, folder: Path, iteration: int, args: Namespace, owner: int) -> None:
@@ -345,7 +374,7 @@ def _save(copy: ModelCopy | None, folder: Path, iteration: int, args: Namespace,
     shared: list[Any] = [common if torch.distributed.get_rank() == owner else None]
     torch.distributed.broadcast_object_list(shared, src=owner)
     _merge(state, shared[0])
-    state.update({"args": _storable(args), "checkpoint_version": 3.0, "iteration": iteration})
+    state.update({"args": args, "checkpoint_version": 3.0, "iteration": iteration})
     dist_checkpointing.save(
         state, str(target), content_metadata=dict(_CONTENT), validate_access_integrity=False
     )
@@ -362,11 +391,11 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
             into.setdefault(name, value)
 
 
-def _storable(args: Namespace) -> Namespace:
+def _storable(args: Namespace, optimizer: bool) -> Namespace:
     """Arguments without what only our run has and Megatron could not read back."""
     kept = copy_module.copy(args)
     for name in [name for name in vars(kept) if name.startswith("real_")]:
         delattr(kept, name)
     kept.no_save_rng = True  # sampling is keyed; there is no RNG state to go on from
-    kept.no_save_optim = False
+    kept.no_save_optim = not optimizer
     return kept

@@ -5,7 +5,8 @@ that computed them, and only those of positions that predict a response token ar
 
 Invariants (tests/hooks/test_forward.py):
     - outputs, losses, statistics and gradient norms are the same under every layout and every cut into micro-batches;
-    - a gradient is that of the objective's sum over the *global* minibatch divided by its number of response tokens;
+    - a gradient is that of the objective's sum over the *global* minibatch divided by its number of kept response
+      tokens, or sequences, as the objective says;
     - activations are in the ledger before they are allocated, and gone from it after the pass.
 
 Shape legend: s positions, b sequences, h hidden size, R response tokens and S sequences of a micro-batch.
@@ -35,7 +36,7 @@ from megatron_real.hooks.patching import applied
 from megatron_real.hooks.routing import ROUTER_PATCHES, padding_mask
 from megatron_real.hooks.schedule import is_last_stage, pad_all, run_schedule
 
-__all__ = ["infer", "train"]
+__all__ = ["evaluate", "infer", "train"]
 
 
 @torch.no_grad()
@@ -107,7 +108,8 @@ def train(
 
     Returns:
         On the last stage the means over the steps of ``loss``, ``grad_norm`` (before clipping) and the objective's
-        statistics, and under ``steps`` each of them as a list, one number per step. Empty elsewhere.
+        statistics, under ``steps`` each of them as a list, one number per step, and ``skipped_steps``: those left out
+        because a statistic rose above the objective's `stop_above`. Empty elsewhere.
 
     Raises:
         PlanError: the copy is not trainable, or has no such head, or its layout does not take these micro-batches.
@@ -120,6 +122,7 @@ def train(
         )
     _check(copy, objective.head)
     rows: list[dict[str, torch.Tensor]] = []
+    skipped = 0
     grad_norms: list[float] = []
     steps = [minibatch.microbatches for minibatch in minibatches]
     needed = 0 if copy.ledger is None else pass_bytes(copy, batch, steps, training=True)
@@ -139,17 +142,95 @@ def train(
                 chunk.zero_grad_buffer()
             copy.optimizer.zero_grad()
             forward_step = _training_step(copy, objective, temperature, minibatch)
-            sums = run_schedule(copy, copy.wrapped, forward_step, padded, train=True)
+            sums = _add(run_schedule(copy, copy.wrapped, forward_step, padded, train=True))
+            if objective.stop_above and _exceeds(copy, objective, sums, minibatch):
+                skipped = len(minibatches) - number + 1
+                break
             updated, grad_norm, _ = copy.optimizer.step()
             grad_norms.append(math.nan if grad_norm is None else float(grad_norm))
             if updated:
                 _require_finite(copy, grad_norms[-1], f"step {number} of {len(minibatches)}")
             if copy.scheduler is not None:
                 copy.scheduler.step(increment=1)
-            rows.append(_add(sums))
+            rows.append(sums)
+    if copy.scheduler is not None and skipped:
+        copy.scheduler.step(increment=skipped)  # the learning rate is one of the iteration, whatever the data
     if not is_last_stage(copy):
         return {}
-    return _report(copy, rows, [minibatch.num_tokens for minibatch in minibatches], grad_norms)
+    counts = [_count(objective, minibatch) for minibatch in minibatches[: len(rows)]]
+    return {**_report(copy, rows, counts, grad_norms), "skipped_steps": skipped}
+
+
+@torch.no_grad()
+def evaluate(
+    copy: ModelCopy, batch: Batch, minibatch: Minibatch, objective: Objective, temperature: float
+) -> dict[str, float]:
+    """The objective's means over a minibatch, without training.
+
+    Collective over the copy's mesh.
+
+    Args:
+        copy: the model.
+        batch: as for `train`.
+        minibatch: all of it.
+        objective: what to measure.
+        temperature: divides the logits (head LOGPROBS).
+
+    Returns:
+        ``loss`` and the objective's statistics on the last stage; empty elsewhere.
+
+    Raises:
+        PlanError, CapacityError: as `infer`.
+    """
+    _check(copy, objective.head)
+    padded = pad_all(copy, batch, minibatch.microbatches)
+    _check_length(copy, padded)
+
+    def forward_step(iterator: Iterator[PaddedMicrobatch], model: Any) -> tuple[Any, Any]:
+        one = next(iterator)
+        outputs = _run_model(copy, model, one, objective.head, temperature, with_entropy=True)
+        return outputs, lambda found, non_loss_data: _sums(objective, found, one.batch)[1]
+
+    needed = 0 if copy.ledger is None else pass_bytes(copy, batch, [minibatch.microbatches], training=False)
+    with copy.parallel.active(), declared_activations(copy, needed):
+        for chunk in copy.chunks:
+            chunk.eval()
+        rows = [_add(run_schedule(copy, copy.chunks, forward_step, padded, train=False))]
+    if not is_last_stage(copy):
+        return {}
+    found = _report(copy, rows, [_count(objective, minibatch)], [0.0])
+    return {name: value for name, value in found.items() if name not in ("steps", "grad_norm")}
+
+
+def _sums(
+    objective: Objective, found: Mapping[str, torch.Tensor], batch: Batch
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a micro-batch, and its sums for the report."""
+    loss, statistics = objective.loss(found, batch)
+    return loss, {"loss": loss.detach(), **{name: value.detach() for name, value in statistics.items()}}
+
+
+def _count(objective: Objective, minibatch: Minibatch) -> int:
+    """What the sums of a minibatch are divided by."""
+    return minibatch.num_tokens if objective.per is Per.RESPONSE else minibatch.num_sequences
+
+
+def _exceeds(
+    copy: ModelCopy, objective: Objective, sums: Mapping[str, torch.Tensor], minibatch: Minibatch
+) -> bool:
+    """Whether a mean of the minibatch is above its limit, on all ranks. Collective over the copy's mesh."""
+    groups = copy.parallel.pg_collection
+    assert groups is not None
+    names = list(objective.stop_above)
+    device = next(copy.chunks[0].parameters()).device
+    above = torch.zeros(1, dtype=torch.int64, device=device)
+    if is_last_stage(copy):
+        totals = torch.stack([sums[name].to(device) for name in names])
+        dist.all_reduce(totals, group=groups.dp)
+        means = (totals / max(_count(objective, minibatch), 1)).tolist()
+        above += any(mean > objective.stop_above[name] for name, mean in zip(names, means, strict=True))
+    dist.all_reduce(above, op=dist.ReduceOp.MAX, group=groups.mp)
+    return bool(above.item())
 
 
 def _check(copy: ModelCopy, head: Head) -> None:
@@ -264,15 +345,15 @@ def _training_step(copy: ModelCopy, objective: Objective, temperature: float, mi
     """The forward step of one optimizer step, for Megatron's schedule."""
     assert copy.parallel.pg_collection is not None
     # The schedule divides a loss by the number of micro-batches, DDP averages gradients over data-parallel ranks.
-    scale = len(minibatch.microbatches) * copy.parallel.pg_collection.dp.size() / max(minibatch.num_tokens, 1)
+    replicas = copy.parallel.pg_collection.dp.size()
+    scale = len(minibatch.microbatches) * replicas / max(_count(objective, minibatch), 1)
 
     def forward_step(iterator: Iterator[PaddedMicrobatch], model: Any) -> tuple[Any, Any]:
         one = next(iterator)
         outputs = _run_model(copy, model, one, objective.head, temperature, with_entropy=True)
 
         def loss_of(found: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss, statistics = objective.loss(found, one.batch)
-            sums = {"loss": loss.detach(), **{name: value.detach() for name, value in statistics.items()}}
+            loss, sums = _sums(objective, found, one.batch)
             return loss * scale, sums
 
         return outputs, loss_of
@@ -313,7 +394,7 @@ def _add(sums: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def _report(
     copy: ModelCopy,
     rows: Sequence[Mapping[str, torch.Tensor]],
-    num_tokens: Sequence[int],
+    counts: Sequence[int],
     grad_norms: list[float],
 ) -> dict[str, Any]:
     """Means per step over the global minibatch. Collective over the data-parallel ranks of the last stage."""
@@ -323,7 +404,7 @@ def _report(
     names = list(rows[0])
     totals = torch.stack([torch.stack([row[name] for name in names]) for row in rows])
     dist.all_reduce(totals, group=copy.parallel.pg_collection.dp)
-    totals = totals / totals.new_tensor([max(count, 1) for count in num_tokens]).unsqueeze(-1)
+    totals = totals / totals.new_tensor([max(count, 1) for count in counts]).unsqueeze(-1)
     steps = dict(zip(names, totals.T.tolist(), strict=True))
     steps["grad_norm"] = grad_norms
     return {name: sum(values) / len(values) for name, values in steps.items()} | {"steps": steps}

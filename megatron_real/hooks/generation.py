@@ -4,8 +4,9 @@ A micro-batch is one decoding batch: its prompts are cut at the shortest, filled
 there every sequence moves one position at a time. Where a prompt is longer, its own token is taken instead of a
 sampled one, so every token stands at its real position and no padding ever enters the cache. Under pipeline
 parallelism each stage goes round its micro-batches: hidden states go to the next stage, and the last stage hands the
-chosen tokens to all ranks of the replica. With as many micro-batches as stages, all stages work at once; more of them
-go in waves of so many, one wave's cache after the other's, so that more micro-batches need less memory.
+chosen tokens, and which of them end their sequences, to all ranks of the replica. With as many micro-batches as stages,
+all stages work at once; more of them go in waves of so many, one wave's cache after the other's, so that more
+micro-batches need less memory.
 
 Invariants (tests/hooks/test_generation.py):
     - tokens are those of a loop of full forward passes, for every layout, order and cut into micro-batches;
@@ -38,7 +39,7 @@ from megatron_real.errors import PlanError, RealError
 from megatron_real.hooks.activations import declared_activations, decode_bytes
 from megatron_real.hooks.model_copy import ModelCopy
 from megatron_real.hooks.padding import pad_tokens
-from megatron_real.hooks.sampling import DrawKey, check_sampling, sample, token_logprobs, uniforms
+from megatron_real.hooks.sampling import DrawKey, check_sampling, sample, stops, token_logprobs, uniforms
 from megatron_real.layout import Coordinates, coordinates_of, rank_of
 
 __all__ = ["generate", "kv_cache_bytes"]
@@ -65,8 +66,8 @@ def generate(
         iteration: of the run.
         prompts: sequences without responses; ``tokens`` on the first and the last pipeline stage.
         microbatches: the sequence ids of each decoding batch; together those of `prompts`.
-        sampling: how tokens are drawn and when a response ends: at `end_token`, which it keeps, or at
-            `max_new_tokens`.
+        sampling: how tokens are drawn and when a response ends: at `end_token` or a stop string, which it keeps, or
+            at `max_new_tokens`.
 
     Returns:
         The same sequences in the same order, with their response lengths; on the last pipeline stage also ``tokens``
@@ -248,18 +249,29 @@ class _Decode:
     def choose(self, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         """The tokens at `end` from logits [b, V]: sampled ones, of longer prompts their own, zeros behind an end."""
         drawn = sample(logits, self.uniform[:, self.end], sampling)
-        open_ = (self.prompt_lengths <= self.end) & ~self.ended
-        chosen = torch.where(open_, drawn, self.tokens[:, self.end])
+        chosen = torch.where(self._sampled(), drawn, self.tokens[:, self.end])
         self.logprobs[:, self.end] = token_logprobs(logits, chosen, sampling.temperature)
         return chosen
 
-    def advance(self, chosen: torch.Tensor, end_token: int) -> None:
-        """Put down the tokens at `end` and go on to the next position."""
-        open_ = (self.prompt_lengths <= self.end) & ~self.ended
+    def endings(self, chosen: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+        """Which sequences end with the tokens that were chosen at `end`, [b] bool."""
+        sampled = self._sampled()
+        ends = sampled & ((chosen == sampling.end_token) | (self.end + 1 >= self.limits))
+        if sampling.stop:
+            so_far = torch.cat([self.tokens[:, : self.end], chosen.unsqueeze(-1)], dim=-1)
+            ends |= stops(so_far, torch.where(sampled & ~ends, self.prompt_lengths, self.end + 1), sampling)
+        return ends
+
+    def advance(self, chosen: torch.Tensor, ends: torch.Tensor) -> None:
+        """Put down the tokens at `end`, with which the sequences `ends` end, and go on to the next position."""
         self.tokens[:, self.end] = chosen
-        self.lengths += open_
-        self.ended |= open_ & ((chosen == end_token) | (self.lengths >= self.limits))
+        self.lengths += self._sampled()
+        self.ended |= ends
         self.start, self.end = self.end, self.end + 1
+
+    def _sampled(self) -> torch.Tensor:
+        """Rows whose token at `end` is sampled: not of a prompt, and not behind the end of a sequence. [b] bool."""
+        return (self.prompt_lengths <= self.end) & ~self.ended
 
 
 class _Links:
@@ -319,20 +331,25 @@ class _Links:
         dist.all_reduce(open_, op=dist.ReduceOp.MAX, group=self.in_step)
         return not bool(open_)
 
-    def hand_out(self, one: _Decode, chosen: torch.Tensor, finished: bool) -> None:
-        """Give tokens and whether that was all from the last stage to the replica's other ranks, without waiting."""
+    def hand_out(self, one: _Decode, chosen: torch.Tensor, ends: torch.Tensor) -> None:
+        """Give tokens, what they end, and whether that was all from the last stage to the replica's other ranks.
+
+        Does not wait.
+        """
         if self.alone:
             return
-        message = torch.cat([chosen, chosen.new_tensor([finished])])
+        message = torch.cat([chosen, ends.to(chosen.dtype), chosen.new_tensor([one.finished])])
         work = dist.broadcast(message, src=self.sampler, group=self.replica, async_op=True)
         assert work is not None
         one.in_flight.append((work, message))
 
-    def take(self, one: _Decode) -> tuple[torch.Tensor, bool]:
-        """What the last stage hands out."""
-        message = torch.empty(one.num_rows + 1, dtype=torch.int64, device=self.device)
+    def take(self, one: _Decode) -> None:
+        """Go on by what the last stage hands out."""
+        message = torch.empty(2 * one.num_rows + 1, dtype=torch.int64, device=self.device)
         dist.broadcast(message, src=self.sampler, group=self.replica)
-        return message[:-1], bool(message[-1])
+        chosen, ends, finished = message.split([one.num_rows, one.num_rows, 1])
+        one.advance(chosen, ends.bool())
+        one.finished = bool(finished)
 
     @staticmethod
     def settle(one: _Decode) -> None:
@@ -362,8 +379,7 @@ def _decode_all(copy: ModelCopy, links: _Links, decodes: Sequence[_Decode], samp
     while active:
         for one in active:
             if not links.last and one.has_run:
-                chosen, one.finished = links.take(one)
-                one.advance(chosen, sampling.end_token)
+                links.take(one)
             if not one.finished:
                 _pass(model, links, one, positions, vocab_size, sampling)
         active = [one for one in active if not one.finished]
@@ -395,9 +411,10 @@ def _pass(
         links.send_hidden(one, output)
         return
     chosen = one.choose(output[:, -1, :vocab_size], sampling)
-    one.advance(chosen, sampling.end_token)
+    ends = one.endings(chosen, sampling)
+    one.advance(chosen, ends)
     one.finished = links.all_ended(one)
-    links.hand_out(one, chosen, one.finished)
+    links.hand_out(one, chosen, ends)
 
 
 def _collect(prompts: Batch, decodes: Sequence[_Decode], *, with_data: bool) -> Batch:

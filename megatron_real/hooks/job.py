@@ -1,25 +1,26 @@
 """A run whose input was read and checked: plans, arguments, checkpoints, prompts, batch sizes.
 
 Nothing here is collective. Every rank reads and checks the same, so what is wrong is refused on all of them alike.
-`launch.run_ppo` runs it.
+`launch.run` runs it.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_real.algorithms.graphs import ppo_graph
-from megatron_real.algorithms.ppo import PPO
+from megatron_real.algorithms.registry import find_algorithm
+from megatron_real.backend import Algorithm, DataKind, Head, Minibatching
 from megatron_real.capabilities import capability_problems
 from megatron_real.data_plan import Lengths, assign
-from megatron_real.dataflow import Graph
+from megatron_real.dataflow import CallType, Graph
 from megatron_real.errors import ConfigError, raise_problems
 from megatron_real.hooks import checkpoint, cpu_device, roles
-from megatron_real.hooks.megatron_backend import RoleSetup, check_copies
+from megatron_real.hooks.copy_model import check_copies
+from megatron_real.hooks.megatron_backend import RoleSetup
 from megatron_real.hooks.model_builder import RoleModel
 from megatron_real.hooks.model_copy import Training, require_droppable, require_state_movable
 from megatron_real.hooks.replan import check_change, copy_changes
@@ -27,17 +28,18 @@ from megatron_real.hooks.tokenizer import build_tokenizer
 from megatron_real.hooks.training_state import require_movable
 from megatron_real.plan import Plan
 from megatron_real.program import Program, compile_program
+from megatron_real.runtime.best import Best
+from megatron_real.runtime.dataset import DataBatch, Dataset, DatasetOptions, Tokenizer
+from megatron_real.runtime.evaluation import evaluated_calls
 from megatron_real.runtime.faults import Fault, parse_faults, ranks_by_instruction
-from megatron_real.runtime.prompts import PromptOptions, Prompts, Tokenizer
-from megatron_real.runtime.rewards import load_function
+from megatron_real.runtime.rewards import RewardFunctions
 from megatron_real.runtime.run_state import state_to_resume
 
 if TYPE_CHECKING:
     from megatron_real.config import RunOptions
 
-__all__ = ["Job", "prepare"]
+__all__ = ["Job", "evaluation_of", "prepare"]
 
-_SCALAR_HEADS = ("critic", "reward")
 _INIT_SEED_OFFSET = {"critic": 1, "reward": 2}
 """Fresh critics and reward models differ from the actor; the reference equals it."""
 
@@ -51,19 +53,31 @@ class Job:
     """Of the first iteration that is run."""
     later: Mapping[int, Program]
     """Programs that take its place, by their first iteration."""
-    algorithm: PPO
+    algorithm: Algorithm
+    rewards: RewardFunctions | None
+    """The functions that score responses; None where a model does, or nothing is scored."""
     tokenizer: Tokenizer
-    prompts: Prompts
+    data: Dataset
+    held_out: Dataset | None
+    """What evaluations are made on; None makes none."""
+    batches: tuple[DataBatch, ...]
+    """Of the held-out data."""
     roles: Mapping[str, RoleSetup]
     loads: Mapping[str, Path]
     """Iteration folders of the roles' checkpoints."""
     faults: tuple[Fault, ...]
     resume: Mapping[str, Any] | None
     """The run's state at its last save."""
+    best: Best | None
+    """Of a run that goes on: the best checkpoint so far."""
 
     @property
     def save_folder(self) -> Path:
         return self.options.output / "checkpoints"
+
+    @property
+    def best_folder(self) -> Path:
+        return self.options.output / "best"
 
     @property
     def first_iteration(self) -> int:
@@ -76,47 +90,81 @@ def prepare(options: RunOptions) -> Job:
     Raises:
         RealError: the plan, an option or a file is wrong.
     """
-    function = load_function(options.reward) if options.reward is not None else None
-    config = options.ppo_config()
-    graph = ppo_graph("function" if function is not None else "model", reference=config.reference)
+    definition, config = find_algorithm(options.algorithm.name), options.algorithm_config()
+    rewards = None
+    if options.reward is not None:
+        rewards = RewardFunctions.of(options.reward, stuck_after_s=options.liveness.stuck_after_s)
+    graph = definition.graph_for(config, reward="model" if rewards is None else "function")
     state = state_to_resume(options.output, resume=options.resume)
     programs = _programs(options, graph)
     base = roles.parse_arguments(options.megatron, options.plan)
     tokenizer = build_tokenizer(base)
-    algorithm = PPO(config, tokenizer.end_token, function)
+    algorithm = definition.build(config, end_token=tokenizer.end_token, scorer=rewards)
     setups, loads = _roles(options, list(programs.values()), base, algorithm)
     for start, program in programs.items():
         _check_program(program, str(_plan_paths(options)[start]), setups)
-        _check_batch(program, algorithm, options.data.batch_size)
+        _check_batch(program, algorithm, _num_sequences(algorithm, options.data.batch_size))
     first = int(state["iteration"]) if state is not None else 0
     program = programs[max(start for start in programs if start <= first)]
-    prompts = Prompts.load(
-        options.data.prompts,
-        tokenizer,
-        PromptOptions(
-            batch_size=options.data.batch_size,
-            max_prompt_tokens=options.data.max_prompt_tokens,
-            truncate=options.data.truncate,
-            seed=options.seed,
-        ),
-    )
-    _check_lengths(setups, prompts, config.max_new_tokens)
+    data = Dataset.load(options.data.prompts, tokenizer, _dataset_options(options, algorithm))
+    held_out = _held_out(options, tokenizer, algorithm)
+    for source in (data, *([held_out] if held_out is not None else [])):
+        _check_lengths(setups, source, algorithm)
+    names = ranks_by_instruction(program)
+    batches = held_out.batches() if held_out is not None else ()
+    if held_out is not None:
+        for each in programs.values():
+            _check_batch(evaluation_of(each, algorithm), algorithm, len(batches[0].records))
+        inside = ranks_by_instruction(evaluation_of(program, algorithm))
+        names |= {f"eval:{name}": ranks for name, ranks in inside.items()}
     return Job(
         options=options,
         program=program,
         later={start: later for start, later in programs.items() if start > first},
         algorithm=algorithm,
+        rewards=rewards,
         tokenizer=tokenizer,
-        prompts=prompts,
+        data=data,
+        held_out=held_out,
+        batches=batches,
         roles=setups,
         loads=loads,
         faults=parse_faults(
             options.fault,
-            names=ranks_by_instruction(program),
+            names=names,
             world_size=program.world_size,
             num_iterations=options.iterations,
         ),
         resume=_checked_resume(options, state, program, setups),
+        best=_best(options, algorithm) if state is not None else None,
+    )
+
+
+def evaluation_of(program: Program, algorithm: Algorithm) -> Program:
+    """The program of an evaluation under the plan of another one."""
+    calls = evaluated_calls(program.graph, algorithm.goal)
+    return compile_program(program.graph, program.plan, evaluation=calls)
+
+
+def _held_out(options: RunOptions, tokenizer: Tokenizer, algorithm: Algorithm) -> Dataset | None:
+    if options.data.eval_prompts is None:
+        return None
+    size = options.data.eval_batch_size or options.data.batch_size
+    chosen = replace(_dataset_options(options, algorithm), batch_size=size, samples_per_prompt=1)
+    return Dataset.load(options.data.eval_prompts, tokenizer, chosen)
+
+
+def _best(options: RunOptions, algorithm: Algorithm) -> Best | None:
+    best = Best.read(options.output / "best")
+    return best if best is not None and best.metric == algorithm.goal.metric else None
+
+
+def _dataset_options(options: RunOptions, algorithm: Algorithm) -> DatasetOptions:
+    return DatasetOptions(
+        kind=algorithm.data,
+        samples_per_prompt=algorithm.samples_per_prompt,
+        seed=options.seed,
+        **options.data.model_dump(exclude={"prompts", "eval_prompts", "eval_batch_size"}),
     )
 
 
@@ -140,11 +188,15 @@ def _check_program(program: Program, source: str, setups: Mapping[str, RoleSetup
     shapes = {name: setup.model.shape() for name, setup in setups.items()}
     program.plan.check(program.graph, shapes, source=source)
     raise_problems(capability_problems(program.graph, program.plan), subject=source)
-    check_copies(program, setups)
+    check_copies(program, {name: setup.model for name, setup in setups.items()})
+
+
+def _num_sequences(algorithm: Algorithm, batch_size: int) -> int:
+    return batch_size * (2 if algorithm.data is DataKind.PAIRS else algorithm.samples_per_prompt)
 
 
 def _roles(
-    options: RunOptions, programs: Sequence[Program], base: Namespace, algorithm: PPO
+    options: RunOptions, programs: Sequence[Program], base: Namespace, algorithm: Algorithm
 ) -> tuple[dict[str, RoleSetup], dict[str, Path]]:
     program = programs[0]
     setups: dict[str, RoleSetup] = {}
@@ -154,7 +206,6 @@ def _roles(
             raise ConfigError(
                 f"model.{name}: found a role that the algorithm does not have; it has {list(program.graph.models)}."
             )
-    num_steps = options.iterations * algorithm.config.num_minibatches * algorithm.config.num_epochs
     for name in program.graph.models:
         role = options.role(name)
         folder = role.load if role.load is not None or name != "ref" else options.role("actor").load
@@ -171,7 +222,7 @@ def _roles(
         model = roles.role_model(
             name,
             args,
-            scalar_head=name in _SCALAR_HEADS,
+            scalar_head=_has_scalar_head(algorithm, name),
             tp_sizes=[placement.layout.tp for each in programs for placement in each.plan.calls.values()],
             seed=options.seed + _INIT_SEED_OFFSET.get(name, 0),
             use_te=args.transformer_impl == "transformer_engine" and not cpu_device.is_active(),
@@ -186,9 +237,24 @@ def _roles(
             model=model,
             args=args,
             optimizer=optimizer,
-            schedule=roles.learning_schedule(name, args, num_steps) if trained else None,
+            schedule=roles.learning_schedule(name, args, _num_steps(options, program.graph, algorithm, name))
+            if trained
+            else None,
         )
     return setups, loads
+
+
+def _has_scalar_head(algorithm: Algorithm, model: str) -> bool:
+    """Whether a model returns a number per token or sequence, and not log-probabilities."""
+    calls = [call for call in algorithm.graph.calls_of(model) if call.type is not CallType.GENERATE]
+    heads = {algorithm.objective(call).head if call.trains else algorithm.head(call) for call in calls}
+    return bool(heads) and Head.LOGPROBS not in heads
+
+
+def _num_steps(options: RunOptions, graph: Graph, algorithm: Algorithm, model: str) -> int:
+    """Optimizer steps of a trained model in the whole run."""
+    cut = algorithm.minibatching(graph.home_call(model))
+    return options.iterations * cut.num_minibatches * cut.num_epochs
 
 
 def _check_training(name: str, model: RoleModel, training: Training, programs: Sequence[Program]) -> None:
@@ -202,22 +268,26 @@ def _check_training(name: str, model: RoleModel, training: Training, programs: S
         require_movable(model, training)
 
 
-def _check_batch(program: Program, algorithm: PPO, batch_size: int) -> None:
+def _check_batch(program: Program, algorithm: Algorithm, num_sequences: int) -> None:
     """Whether every call can cut the batch, whatever the lengths will be."""
-    lengths = Lengths(prompt=(1,) * batch_size, response=(1,) * batch_size)
+    lengths = Lengths(prompt=(1,) * num_sequences, response=(1,) * num_sequences)
     for call in program.graph.calls:
-        num_minibatches = algorithm.minibatching(call).num_minibatches if call.trains else 1
-        assign(call, program.plan.calls[call.name], lengths, num_minibatches)
+        cut = algorithm.minibatching(call) if call.trains else Minibatching()
+        steps = cut.num_minibatches if program.whole is None else 1  # an evaluation takes a batch at once
+        assign(call, program.plan.calls[call.name], lengths, steps, unit=cut.unit)
 
 
-def _check_lengths(setups: Mapping[str, RoleSetup], prompts: Prompts, max_new_tokens: int) -> None:
-    longest = max(len(record.tokens) for record in prompts.records) + max_new_tokens
+def _check_lengths(setups: Mapping[str, RoleSetup], data: Dataset, algorithm: Algorithm) -> None:
+    generations = [call for call in algorithm.graph.calls if call.type is CallType.GENERATE]
+    max_new_tokens = max((algorithm.sampling(call).max_new_tokens for call in generations), default=0)
+    longest = max(len(record.tokens) + len(record.response) for record in data.records) + max_new_tokens
+    added = f"longest prompt and max_new_tokens={max_new_tokens}" if generations else "prompt and answer"
     for name, setup in setups.items():
         limit = setup.model.max_sequence_length
         if longest > limit:
             raise ConfigError(
-                f"{name}: found sequences of up to {longest} tokens (longest prompt and "
-                f"max_new_tokens={max_new_tokens}); expected at most --max-position-embeddings={limit}."
+                f"{name}: found sequences of up to {longest} tokens ({added}); expected at most "
+                f"--max-position-embeddings={limit}."
             )
 
 
@@ -228,7 +298,7 @@ def _checked_resume(
         return None
     folder = options.output / "checkpoints"
     for model in program.graph.models:
-        if program.graph.trained(model):
+        if program.graph.changes(model):
             found = checkpoint.find_checkpoint(folder / model, int(state["iteration"]))
             checkpoint.check_tensors(setups[model].model, found)
     return state

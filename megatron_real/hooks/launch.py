@@ -1,18 +1,19 @@
 """Put a run together: from options to models under a plan, and through the runtime.
 
 Everything that can be wrong with the input is checked by `job.prepare`, on every rank alike and before the first
-collective. `run_ppo` then does what is collective.
+collective. `run` then does what is collective.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +22,19 @@ import torch
 import torch.distributed as dist
 
 import megatron_real
+from megatron_real.backend import Goal
+from megatron_real.dataflow import CallType
 from megatron_real.errors import ConfigError, PlanError
 from megatron_real.hooks import cpu_device
-from megatron_real.hooks.job import Job, prepare
+from megatron_real.hooks.job import Job, evaluation_of, prepare
 from megatron_real.hooks.megatron_backend import MegatronBackend
 from megatron_real.plan_search.comparison import PredictedRun, predicted_simulation
 from megatron_real.process_groups import ProcessGroups, default_store
 from megatron_real.program import Program
+from megatron_real.runtime.best import BestCheckpoint, recover
 from megatron_real.runtime.display import Display
 from megatron_real.runtime.drift import other_workload
+from megatron_real.runtime.evaluation import EvaluationConfig, Evaluator, observed
 from megatron_real.runtime.executor import RankExecutor, RunParts
 from megatron_real.runtime.faults import FaultInjector
 from megatron_real.runtime.liveness import Limits, Liveness
@@ -41,10 +46,12 @@ from megatron_real.runtime.plan_change import PlanChange
 from megatron_real.runtime.progress import Progress
 from megatron_real.runtime.publication import agree_on_program, agreement_text, program_text
 from megatron_real.runtime.reports import MetricsPublisher
+from megatron_real.runtime.samples import SampleWriter
 from megatron_real.runtime.store_client import served_by_launcher
 from megatron_real.runtime.summary import summarize
 from megatron_real.runtime.trainer import TrainConfig, TrainResult, train
 from megatron_real.runtime.transfer import DataTransfers, acquire_groups
+from megatron_real.runtime.wandb_tracker import open_wandb
 from megatron_real.timeline import write_timeline
 from megatron_real.trace import Tracer, attribute_waits, read_spans, write_chrome_trace
 
@@ -57,7 +64,7 @@ __all__ = [
     "configure_logging",
     "initialize_distributed",
     "prepare",
-    "run_ppo",
+    "run",
     "write_reports",
 ]
 
@@ -68,8 +75,10 @@ _BACKSTOP_S = 86_400.0
 liveness threads end a job that does not move."""
 
 
-def run_ppo(options: RunOptions) -> dict[str, Any] | None:
-    """Run PPO. Collective over WORLD: every rank calls it with equal options, ``torch.distributed`` not initialised.
+def run(options: RunOptions) -> dict[str, Any] | None:
+    """Run an algorithm. Collective over WORLD: every rank calls it with equal options.
+
+    ``torch.distributed`` need not be initialised.
 
     Returns:
         The run's summary on rank 0, None elsewhere.
@@ -90,12 +99,13 @@ def run_ppo(options: RunOptions) -> dict[str, Any] | None:
     options.output.mkdir(parents=True, exist_ok=True)
     progress = Progress()
     liveness = Liveness(store, rank, world_size, folder=options.output, progress=progress, limits=limits)
-    with liveness:
+    with liveness, contextlib.nullcontext() if job.rewards is None else job.rewards:
         progress.enter(job.first_iteration, 0, "set-up")
         agree_on_program(store, rank, agreement_text(job.program, _agreement(job)))
         if rank == 0:
             (options.output / "options.json").write_text(options.dumps())
             _write_plan(job)
+            recover(job.best_folder)
         tracer = Tracer(options.output / "trace", rank)
         publisher = MetricsPublisher(store, rank)
         master, recorder = _start_master(job, liveness) if rank == 0 else (None, None)
@@ -110,7 +120,7 @@ def run_ppo(options: RunOptions) -> dict[str, Any] | None:
             master.close()
             recorder.close()
     dist.barrier()
-    summary = write_reports(options.output) if rank == 0 else None
+    summary = write_reports(options.output, job.algorithm.goal) if rank == 0 else None
     dist.destroy_process_group()
     return summary
 
@@ -121,7 +131,7 @@ def _agreement(job: Job) -> dict[str, str]:
         "plan": True,
         "next_plan": {"plan"},
         "output": True,
-        "data": {"prompts"},
+        "data": {"prompts", "eval_prompts"},
         "model": {"__all__": {"load"}},
     }
     options = job.options.model_dump(mode="json", exclude=paths)
@@ -129,7 +139,9 @@ def _agreement(job: Job) -> dict[str, str]:
         **{f"options.{name}": json.dumps(value, sort_keys=True) for name, value in options.items()},
         **{f"load.{name}": folder.name for name, folder in job.loads.items()},
         **{f"program.{first}": program_text(program) for first, program in job.later.items()},
-        "prompts": job.prompts.digest(),
+        "data": job.data.digest(),
+        "held_out": job.held_out.digest() if job.held_out is not None else "",
+        "best": str(job.best),
         "first_iteration": str(job.first_iteration),
         "version.torch": torch.__version__,
         "version.megatron-core": megatron.core.__version__,
@@ -186,22 +198,40 @@ def _write_plan(job: Job) -> None:
     except PlanError as error:
         logger.warning("%s", error)
     PredictedRun.of(plan.predicted, simulation).dump(path)
-    config = job.algorithm.config
-    run = {name: getattr(config, name) for name in ("num_minibatches", "num_epochs", "max_new_tokens")}
-    other = other_workload(plan.predicted, {"batch_size": job.options.data.batch_size, **run})
+    other = other_workload(plan.predicted, {"batch_size": job.options.data.batch_size, **_workload(job)})
     if other is not None:
         logger.warning("%s", other)
 
 
+def _workload(job: Job) -> dict[str, int]:
+    """What of the run the plan was priced for, where the algorithm has it."""
+    found: dict[str, int] = {}
+    for call in job.program.graph.calls:
+        if call.trains:
+            cut = job.algorithm.minibatching(call)
+            found |= {"num_minibatches": cut.num_minibatches, "num_epochs": cut.num_epochs}
+        elif call.type is CallType.GENERATE:
+            found["max_new_tokens"] = job.algorithm.sampling(call).max_new_tokens
+    return found
+
+
 def _start_master(job: Job, liveness: Liveness) -> tuple[Master, IterationRecorder]:
-    writer = MetricsWriter(job.options.output, first_iteration=job.first_iteration)
-    recorder = IterationRecorder(writer, job.program, later=job.later)
+    options, first = job.options, job.first_iteration
+    wandb = None
+    if options.wandb is not None:
+        given = options.wandb.model_dump(exclude_none=True)
+        config = options.model_dump(mode="json")
+        wandb = open_wandb(given, options.output, resume=job.resume is not None, config=config)
+    trackers = [wandb] if wandb is not None else []
+    writer = MetricsWriter(options.output, first_iteration=first, trackers=trackers)
+    samples = SampleWriter(options.output, first_iteration=first)
+    recorder = IterationRecorder(writer, job.program, later=job.later, samples=samples)
     master = Master(
         default_store(),
         dist.get_world_size(),
         sink=recorder.take,
         positions=liveness.positions,
-        display=Display(job.options.iterations),
+        display=Display(options.iterations, goal=job.algorithm.goal.metric),
     )
     master.start()
     return master, recorder
@@ -218,7 +248,7 @@ def build_executor(
     backend = MegatronBackend(job.program, groups=groups, timeout_s=timeout_s, verify=job.options.verify)
     for name, setup in job.roles.items():
         backend.add_model(name, setup)
-        if name in job.loads and (job.resume is None or setup.optimizer is None):
+        if name in job.loads and (job.resume is None or not job.program.graph.changes(name)):
             backend.load(name, job.loads[name])
         backend.rest(name)
     if job.resume is not None:
@@ -239,28 +269,38 @@ class _Parts:
 
 def _executor(job: Job, program: Program, parts: _Parts, first: int = 0) -> RankExecutor:
     """The executor of `program`, which runs from iteration `first` on. Collective over WORLD."""
-    backend, device = parts.backend, cpu_device.device()
-    transfers = DataTransfers(
+    transfers = _transfers(program, parts)
+    transfers.connect()
+    shared = RunParts(
+        program=program,
+        rank=parts.backend.rank,
+        backend=parts.backend,
+        algorithm=job.algorithm,
+        transfers=transfers,
+        tokenizer=job.tokenizer,
+        observers=parts.observers,
+        memory=parts.backend.ledger,
+    )
+    evaluation = None
+    if job.held_out is not None:
+        inside = evaluation_of(program, job.algorithm)
+        watched = observed(parts.observers)
+        evaluation = RankExecutor(
+            replace(shared, program=inside, transfers=_transfers(inside, parts), observers=watched)
+        )
+    return RankExecutor(replace(shared, change=_change_after(job, first, parts), evaluation=evaluation))
+
+
+def _transfers(program: Program, parts: _Parts) -> DataTransfers:
+    """Collective over WORLD."""
+    device = cpu_device.device()
+    return DataTransfers(
         program,
-        backend.rank,
+        parts.backend.rank,
         acquire_groups(parts.groups, program),
         device=device,
         payload_device=device if "nccl" in dist.get_backend() else torch.device("cpu"),
         timeout_s=parts.timeout_s,
-    )
-    transfers.connect()
-    return RankExecutor(
-        RunParts(
-            program=program,
-            rank=backend.rank,
-            backend=backend,
-            algorithm=job.algorithm,
-            transfers=transfers,
-            tokenizer=job.tokenizer,
-            observers=parts.observers,
-            memory=backend.ledger,
-            change=_change_after(job, first, parts),
-        )
     )
 
 
@@ -279,22 +319,38 @@ def _change_after(job: Job, first: int, parts: _Parts) -> PlanChange | None:
 
 
 def _train(job: Job, executor: RankExecutor, publisher: MetricsPublisher) -> TrainResult:
+    options = job.options
     config = TrainConfig(
-        num_iterations=job.options.iterations,
+        num_iterations=options.iterations,
         first_iteration=job.first_iteration,
+        state=job.resume["algorithm"] if job.resume is not None else None,
         save_folder=job.save_folder,
-        save_every=job.options.save_interval or 0,
+        save_every=options.save_interval or 0,
+        samples_every=options.samples.every or 0,
+        num_samples=options.samples.count,
     )
-    return train(
-        config, executor, job.prompts, publisher, state=job.resume["algorithm"] if job.resume else None
-    )
+    return train(config, executor, job.data, publisher, evaluator=_evaluator(job))
 
 
-def write_reports(output: Path) -> dict[str, Any]:
+def _evaluator(job: Job) -> Evaluator | None:
+    if job.held_out is None:
+        return None
+    options, goal = job.options, job.algorithm.goal
+    config = EvaluationConfig(
+        num_iterations=options.iterations,
+        every=options.evaluation.every or 0,
+        greedy=options.evaluation.greedy,
+        num_samples=options.samples.count,
+    )
+    best = BestCheckpoint(job.best_folder, goal, job.best) if options.evaluation.keep_best else None
+    return Evaluator(config, goal, job.batches, best)
+
+
+def write_reports(output: Path, goal: Goal) -> dict[str, Any]:
     """Merge the ranks' traces into a Chrome trace, draw the timeline and write ``summary.json``. One process."""
     spans = attribute_waits(read_spans(output / "trace"))
     metrics = read_metrics(output / "metrics.jsonl")
-    summary = summarize(spans, metrics)
+    summary = summarize(spans, metrics, goal)
     (output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     write_chrome_trace(spans, output / "trace.json")
     write_timeline(spans, output / "timeline.svg")

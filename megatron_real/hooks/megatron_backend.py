@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from megatron_real.dataflow import Call
 from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import ConfigError, RealError
 from megatron_real.hooks import adoption, checkpoint, forward, generation
-from megatron_real.hooks.copy_model import copy_model
-from megatron_real.hooks.model_builder import RoleModel, layout_config, require_trainable
+from megatron_real.hooks.copy_model import copy_model, rounding_warning
+from megatron_real.hooks.model_builder import RoleModel
 from megatron_real.hooks.model_copy import ModelCopy, Training
 from megatron_real.hooks.parallel_state import ParallelLayout, ParallelLayouts
 from megatron_real.hooks.realloc_pairs import ReallocPairs, Wire
@@ -46,7 +45,7 @@ from megatron_real.realloc_ops.verify import VerifyMode
 from megatron_real.realloc_ops.versions import FROZEN_VERSION
 from megatron_real.runtime.run_state import write_run_state
 
-__all__ = ["MegatronBackend", "RoleSetup", "check_copies"]
+__all__ = ["MegatronBackend", "RoleSetup"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,8 @@ class MegatronBackend:
             groups: the process's groups.
             bucket_bytes: the largest message of a realloc.
             timeout_s: after which a realloc names the rank that did not come.
-            verify: how a realloc proves what it delivered; streamed ones, whose weights are in use by then, do not.
+            verify: how a realloc proves what it delivered; streamed ones, whose weights are in use by then, and mixing
+                do not.
 
         Raises:
             PeerError: a rank did not come.
@@ -126,6 +126,9 @@ class MegatronBackend:
                 f"models: found {model!r}; the algorithm has {list(self.program.graph.models)}."
             )
         self.roles[model] = setup
+        warning = rounding_warning(self.program.graph, setup.model)
+        if warning is not None and self.rank == 0:
+            logger.warning("%s", warning)
         home = self.program.home(model)
         keys = [key for key in self.program.copies() if key.model == model]
         # The home comes last, so that no other copy is built beside its optimizer state.
@@ -249,6 +252,12 @@ class MegatronBackend:
         with trained.stamp.updating(version + 1):
             return forward.train(trained, batch, minibatches, objective, temperature)
 
+    def evaluate(
+        self, copy: CopyKey, batch: Batch, minibatch: Minibatch, objective: Objective, temperature: float
+    ) -> dict[str, float]:
+        """See `ModelBackend.evaluate`."""
+        return forward.evaluate(self.copy(copy), batch, minibatch, objective, temperature)
+
     def realloc(self, source: CopyKey, target: CopyKey, version: int) -> dict[str, float]:
         """See `ModelBackend.realloc`."""
         mine = self._prepare(source, target, version)
@@ -263,6 +272,19 @@ class MegatronBackend:
         """See `ModelBackend.stream`."""
         mine = self._prepare(source, target, version)
         return StreamedRealloc(self.pairs.start((source, target), self.program), mine, version)
+
+    def mix(self, source: CopyKey, target: CopyKey, mix: float, *, old: int, new: int) -> dict[str, float]:
+        """See `ModelBackend.mix`; there is never a second copy of either model."""
+        mine, theirs = self._copies.get(target), self._copies.get(source)
+        if theirs is not None:
+            theirs.stamp.require(new)
+        if mine is None:
+            return accounting(self.pairs.run((source, target), self.program, mix=mix))
+        mine.stamp.require(old)
+        with mine.stamp.updating(new):
+            report = self.pairs.run((source, target), self.program, mix=mix)
+        mine.weights_arrived(new)
+        return accounting(report)
 
     def _prepare(self, source: CopyKey, target: CopyKey, version: int) -> ModelCopy | None:
         """The target on this rank, allocated; the source's version is checked."""
@@ -368,18 +390,27 @@ class MegatronBackend:
         return self._tables[self.program.home(model)].specs
 
     def resume(self, folder: Path, iteration: int) -> None:
-        """Fill the trained models, optimizers included, from a save of this or another plan. Collective over WORLD."""
-        for model in self._trained():
+        """Fill the models that change, and their optimizers, from a save of this or another plan.
+
+        Collective over WORLD.
+        """
+        graph = self.program.graph
+        for model in filter(graph.changes, graph.models):
             copy = self.home(model)
-            found = checkpoint.find_checkpoint(folder / model, iteration)
-            with copy.with_state() if copy is not None else nullcontext():
+            with checkpoint.at_hand(copy):
                 checkpoint.load_copy(
-                    copy, model, found, specs=self._specs(model), version=iteration, optimizer=True
+                    copy,
+                    model,
+                    checkpoint.find_checkpoint(folder / model, iteration),
+                    specs=self._specs(model),
+                    version=graph.version(model, iteration),
+                    optimizer=graph.trained(model),
                 )
 
     def save(self, folder: Path, iteration: int, state: Mapping[str, Any]) -> None:
-        """Write every trained model, then the run's state, which names the iteration. Collective over WORLD."""
-        for model in self._trained():
+        """Write every model that changes, then the run's state, which names the iteration. Collective over WORLD."""
+        graph = self.program.graph
+        for model in filter(graph.changes, graph.models):
             key = self.program.home(model)
             checkpoint.save_copy(
                 self.home(model),
@@ -387,12 +418,10 @@ class MegatronBackend:
                 iteration,
                 self._saved_args(model, key.layout),
                 owner=key.mesh.start,
+                optimizer=graph.trained(model),
             )
         if self.rank == 0:
             write_run_state(folder, {"iteration": iteration, "algorithm": dict(state)})
-
-    def _trained(self) -> list[str]:
-        return [model for model in self.program.graph.models if self.program.graph.trained(model)]
 
     def _saved_args(self, model: str, layout: Layout) -> Namespace:
         args = Namespace(**vars(self.roles[model].args))
@@ -404,15 +433,3 @@ class MegatronBackend:
         args.dist_ckpt_optim_fully_reshardable = True
         args.padded_vocab_size = self.roles[model].model.padded_vocab_size
         return args
-
-
-def check_copies(program: Program, setups: Mapping[str, RoleSetup]) -> None:
-    """Refuse copies that could not be built, before anything is. No collective.
-
-    Raises:
-        RealError: see `layout_config`.
-    """
-    for key in program.copies():
-        layout_config(copy_model(program, key, setups[key.model].model), key.layout)
-        if program.graph.trained(key.model) and key == program.home(key.model):
-            require_trainable(setups[key.model].model, key.layout)

@@ -144,7 +144,7 @@ class ModelCopy:
             with self.parallel.active():
                 self.optimizer.reload_model_params()
         refresh_caches(self.chunks)
-        self._offloaded_to = None
+        self._offloaded_to = self._host_version = None
         self.stamp.set(version)
 
     def load_from_store(self, store: NodeStore, version: int) -> StoreReport:
@@ -169,7 +169,6 @@ class ModelCopy:
         self.weights_arrived(version)
         self._store = store
         self.segments.drop_host()
-        self._host_version = None
         return report
 
     # Residence

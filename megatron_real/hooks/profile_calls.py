@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from megatron_real.algorithms.configs import PPOConfig
 from megatron_real.algorithms.losses import PolicyObjective, ValueObjective
-from megatron_real.algorithms.ppo import PPO, PPOConfig
+from megatron_real.algorithms.registry import find_algorithm
 from megatron_real.backend import Head, Minibatch, Objective, Sampling
 from megatron_real.batch import Batch
 from megatron_real.dataflow import Call, CallType, KeySpec, Per
@@ -163,7 +164,7 @@ def prepare_seconds(shape: Shape) -> float:
     Args:
         shape: the batch.
     """
-    algorithm = PPO(PPOConfig(), end_token=0)
+    algorithm = find_algorithm("ppo").build(PPOConfig(), end_token=0)
     batch = Batch(
         ids=tuple(range(shape.sequences)),
         prompt_lengths=(shape.length - shape.response,) * shape.sequences,
@@ -203,7 +204,7 @@ class _MarkedObjective:
             else PolicyObjective(clip_low=0.2, clip_high=0.2)
         )
         self._marks = marks
-        self.head = self._inner.head
+        self.head, self.per, self.stop_above = self._inner.head, self._inner.per, self._inner.stop_above
 
     def loss(
         self, outputs: Mapping[str, torch.Tensor], batch: Batch

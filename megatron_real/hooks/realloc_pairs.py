@@ -2,7 +2,7 @@
 
 Invariants (tests/hooks/test_session.py, tests/e2e/test_mechanisms.py):
     - a pair is planned once, from tables alone;
-    - with a mode of verification no copy takes a version that was not proven.
+    - with a mode of verification no copy takes a version that was not proven, but by a stream or by mixing.
 """
 
 from __future__ import annotations
@@ -64,16 +64,19 @@ class ReallocPairs:
         self._copies = copies
         self._tables = tables
         self._ledger = ledger
-        self._made: dict[Pair, _Made] = {}
+        self._made: dict[tuple[Pair, float], _Made] = {}
 
-    def run(self, pair: Pair, program: Program) -> ReallocReport:
-        """Move the weights. Collective over the ranks of both copies.
+    def run(self, pair: Pair, program: Program, *, mix: float = 1.0) -> ReallocReport:
+        """Move the weights, or that share of them into what the second copy has. Collective over the ranks of both.
+
+        What is mixed is staged on arrival, bucket by bucket, and crosses nodes once for each rank that needs it. It is
+        not verified: a sum over the bits does not tell what they were mixed from.
 
         Raises:
             VerificationError: what arrived is not what was sent, on all ranks.
             PeerError: another rank failed.
         """
-        made = self._get(pair, program)
+        made = self._get(pair, program, mix)
         if made.proof is None:
             return made.executor.run()
         return verified_run(made.executor, *made.proof)
@@ -87,14 +90,15 @@ class ReallocPairs:
         if pair is None:
             self._made.clear()
         else:
-            self._made.pop(pair, None)
+            for key in [key for key in self._made if key[0] == pair]:
+                del self._made[key]
 
-    def _get(self, pair: Pair, program: Program) -> _Made:
-        if pair not in self._made:
-            self._made[pair] = self._make(pair, program)
-        return self._made[pair]
+    def _get(self, pair: Pair, program: Program, mix: float = 1.0) -> _Made:
+        if (pair, mix) not in self._made:
+            self._made[pair, mix] = self._make(pair, program, mix)
+        return self._made[pair, mix]
 
-    def _make(self, pair: Pair, program: Program) -> _Made:
+    def _make(self, pair: Pair, program: Program, mix: float) -> _Made:
         wire, cluster, rank = self._wire, program.plan.cluster, dist.get_rank()
         src_table, dst_table = (self._tables[key] for key in pair)
         plan = build_realloc_plan(
@@ -102,15 +106,16 @@ class ReallocPairs:
             dst_table,
             bucket_bytes=wire.bucket_bytes,
             rank=rank,
-            devices_per_node=cluster.devices_per_node if cluster.num_nodes > 1 else None,
+            # What a rank passes on inside its node would be mixed already.
+            devices_per_node=cluster.devices_per_node if cluster.num_nodes > 1 and mix == 1.0 else None,
             order="layers" if pair in _streamed(program) else "fused",
         )
         src, dst = (self._copies[key].shards if key in self._copies else None for key in pair)
         name = f"{pair[0]} -> {pair[1]}"
         executor = ReallocExecutor(
-            plan.of(rank), src=src, dst=dst, transport=wire.transport, ledger=self._ledger, name=name
+            plan.of(rank), src=src, dst=dst, transport=wire.transport, ledger=self._ledger, name=name, mix=mix
         )
-        if wire.verify == "off":
+        if wire.verify == "off" or mix != 1.0:
             return _Made(executor=executor, proof=None)
         ends = Ends(rank=rank, src_table=src_table, dst_table=dst_table, src=src, dst=dst)
         return _Made(

@@ -8,7 +8,8 @@ floating-point sums of a device depend on the order of addition.
 Invariants (tests/unit/test_sampling.py):
     - a row's token depends on its own logits and uniform number alone;
     - a token of probability zero, or cut off by `top_k` or `top_p`, is never drawn;
-    - draws follow the (truncated, renormalised) distribution.
+    - draws follow the (truncated, renormalised) distribution;
+    - a response ends with the token with which its decoded text first contains a stop string.
 
 Shape legend: B sequences, V tokens of the real vocabulary.
 """
@@ -23,9 +24,10 @@ import torch
 from megatron_real.backend import Sampling
 from megatron_real.errors import ConfigError
 
-__all__ = ["DrawKey", "check_sampling", "sample", "token_logprobs", "uniforms"]
+__all__ = ["DrawKey", "check_sampling", "sample", "stops", "token_logprobs", "uniforms"]
 
 _WEIGHT_BITS = 45  # weights of a vocabulary of 2**17 tokens add up to less than 2**53: exact in float64
+_MORE_TOKENS = 4
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
 
 
@@ -91,9 +93,35 @@ def check_sampling(sampling: Sampling) -> None:
         ("top_k", sampling.top_k >= 0, "0 (keep all) or more"),
         ("top_p", 0 < sampling.top_p <= 1, "a number in (0, 1]"),
         ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),
+        ("stop", all(sampling.stop), "texts of at least one character"),
+        ("stop", not sampling.stop or sampling.decode is not None, "none without the tokenizer's `decode`"),
     ):
         if not good:
             raise ConfigError(f"sampling.{name}: found {getattr(sampling, name)}; expected {expected}.")
+
+
+def stops(tokens: torch.Tensor, begins: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Responses whose text contains a stop string, given that without their last token it does not.
+
+    Looks at as many tokens as the longest stop string has bytes, since each token of text has at least one, and a few
+    more: the first of a text that was cut may be half a character, or lose the space before its word.
+
+    Args:
+        tokens: [B, N], up to the token that was chosen now.
+        begins: [B], where each response begins; N where nothing is asked.
+        sampling: with `stop` and `decode`.
+
+    Returns:
+        [B] bool.
+    """
+    decode = sampling.decode
+    assert decode is not None
+    first = max(0, tokens.shape[1] - max(len(text.encode()) for text in sampling.stop) - _MORE_TOKENS)
+    found = []
+    for row, begin in zip(tokens[:, first:].tolist(), (begins - first).clamp(min=0).tolist(), strict=True):
+        text = decode(row[begin:]) if begin < len(row) else ""
+        found.append(any(stop in text for stop in sampling.stop))
+    return torch.tensor(found, device=tokens.device)
 
 
 def sample(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> torch.Tensor:

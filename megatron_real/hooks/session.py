@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_real.algorithms.graphs import ppo_graph
+from megatron_real.algorithms import registry
 from megatron_real.dataflow import Call, CallType, Graph
 from megatron_real.errors import PlanError
 from megatron_real.hooks import checkpoint
@@ -54,12 +54,14 @@ class Stage:
 def graph_of_plan(plan: Plan) -> Graph:
     """The graph of a known algorithm, or one made of the calls' names: ``MODEL_gen``, ``MODEL_inf``, ``MODEL_train``.
 
+    A reward function's placement looks like a reward model's: who has a function gives the graph to `Session`.
+
     Raises:
         PlanError: a call's name does not end in one of these.
     """
-    if plan.algorithm == "ppo":
-        # A reward function's placement looks like a reward model's: who has a function gives the graph.
-        return ppo_graph("model", reference="ref_inf" in plan.calls)
+    known = registry.graph_of_plan(plan)
+    if known is not None:
+        return known
     calls = []
     for name in plan.calls:
         suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)

@@ -9,13 +9,14 @@ from typing import Any
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as build_megatron_tokenizer
 
 from megatron_real.errors import ConfigError
-from megatron_real.runtime.prompts import ByteTokenizer, Tokenizer
+from megatron_real.runtime.chat_templates import Message, render
+from megatron_real.runtime.tokenization import ByteTokenizer, Tokenizer
 
 __all__ = ["build_tokenizer"]
 
 
 class _MegatronTokenizer:
-    """A tokenizer that Megatron built."""
+    """A tokenizer that Megatron built, of a library that adds nothing to a text: sentencepiece, tiktoken."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -25,9 +26,36 @@ class _MegatronTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.tokenize(text))
 
+    def encode_inside(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids without the end-of-text token."""
         return str(self._tokenizer.detokenize([token for token in ids if token != self.end_token]))
+
+    def render_chat(self, messages: Sequence[Message], template: str | None) -> str | None:
+        template = template or self._tokenizer.chat_template
+        return None if template is None else render(template, messages)
+
+
+class _HuggingFaceTokenizer(_MegatronTokenizer):
+    """A tokenizer of transformers inside Megatron's wrapper, which hides how to leave special tokens out."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self._inner = tokenizer._tokenizer.tokenizer
+
+    def encode_inside(self, text: str) -> list[int]:
+        return list(self._inner(text, add_special_tokens=False).input_ids)
+
+    def render_chat(self, messages: Sequence[Message], template: str | None) -> str | None:
+        if template is None and not self._inner.chat_template:
+            return None
+        return str(
+            self._inner.apply_chat_template(
+                list(messages), chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+        )
 
 
 def build_tokenizer(args: Namespace) -> Tokenizer:
@@ -48,8 +76,10 @@ def build_tokenizer(args: Namespace) -> Tokenizer:
             )
         return tokenizer
     try:
-        built = _MegatronTokenizer(build_megatron_tokenizer(args))
+        megatron_tokenizer = build_megatron_tokenizer(args)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"--tokenizer-type {args.tokenizer_type}: cannot be built ({error}).") from error
+    of_transformers = megatron_tokenizer.library in ("huggingface", "megatron")
+    built = (_HuggingFaceTokenizer if of_transformers else _MegatronTokenizer)(megatron_tokenizer)
     args.vocab_size = args.vocab_size or built.vocab_size
     return built

@@ -26,7 +26,7 @@ from megatron_real.errors import ConfigError, PlanError
 from megatron_real.plan import Plan, Predicted
 from megatron_real.plan_search.simulator import InstructionPrices, Simulation, TransferTime, simulate
 from megatron_real.program import Instruction, Program, Save, Transfer
-from megatron_real.trace import Span, SpanKind, attribute_waits
+from megatron_real.trace import EVALUATION_SPAN, Span, SpanKind, attribute_waits
 
 __all__ = [
     "Comparison",
@@ -156,7 +156,7 @@ class Row:
 
     kind: SpanKind
     name: str
-    """The call, or ``producer>consumer``; of an offload the model, with what is done."""
+    """The call, or ``producer>consumer``; of an offload or a mix the model, with what is done."""
     predicted_s: float | None
     measured_s: float | None
 
@@ -208,7 +208,7 @@ def compare(measured: Iterable[Span], predicted: PredictedRun | None, *, warmup:
         ConfigError: there are no spans.
     """
     spans = attribute_waits(measured)
-    numbers = sorted({span.iteration for span in spans})
+    numbers = sorted({span.iteration for span in spans if span.name != EVALUATION_SPAN})
     if not numbers:
         raise ConfigError("compare: found no spans; expected those of a run with at least one iteration.")
     counted = set(numbers[min(warmup, len(numbers) - 1) :])
@@ -278,14 +278,21 @@ def _slowest(by_rank: Mapping[tuple[int, object], float]) -> float:
 
 
 def iteration_seconds(spans: Iterable[Span]) -> dict[int, float]:
-    """By iteration: from the end of the one before (of its last rank, its checkpoint included) to its own end."""
+    """By iteration: from the end of the one before (of its last rank, its checkpoint included) to its own end.
+
+    An evaluation before an iteration is not counted.
+    """
     ends: dict[int, float] = {}
     saved: dict[int, float] = {}
+    evaluated: dict[int, float] = {}
     starts: dict[int, float] = {}
     for span in spans:
         number = span.iteration
         if span.name == "save":
             saved[number] = max(saved.get(number, span.end_s), span.end_s)
+            continue
+        if span.name == EVALUATION_SPAN:
+            evaluated[number] = max(evaluated.get(number, span.end_s), span.end_s)
             continue
         ends[number] = max(ends.get(number, span.end_s), span.end_s)
         starts[number] = min(starts.get(number, span.start_s), span.start_s)
@@ -293,7 +300,7 @@ def iteration_seconds(spans: Iterable[Span]) -> dict[int, float]:
     for number, end in ends.items():
         before = number - 1
         begin = max(ends[before], saved.get(before, ends[before])) if before in ends else starts[number]
-        result[number] = end - begin
+        result[number] = end - max(begin, evaluated.get(number, begin))
     return result
 
 
@@ -324,7 +331,7 @@ def _first(spans: Sequence[Span], name: str, predicted: PredictedRun | None) -> 
 
 
 def _shown(kind: SpanKind, name: str) -> str:
-    return name if kind is SpanKind.OFFLOAD else name.partition(":")[2]
+    return name if kind is SpanKind.OFFLOAD or name.startswith("mix:") else name.partition(":")[2]
 
 
 def _memory(spans: Sequence[Span], predicted: PredictedRun | None) -> tuple[MemoryRow, ...]:

@@ -99,6 +99,7 @@ def problem_of(planner: Planner) -> SearchProblem:
         capacity_bytes=planner.cluster.capacity_bytes - prices.memory.reserve_bytes,
         options={},
         realloc_s=prices.realloc_s,
+        mix_s=prices.mix_s,
         bucket_bytes=DEFAULT_BUCKET_BYTES,
     )
 

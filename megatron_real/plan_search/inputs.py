@@ -51,7 +51,10 @@ class _Inputs(BaseModel):
 
 
 class AlgorithmInputs(BaseModel):
-    """Which graph; the other keys are options of its function in `megatron_real.algorithms.graphs`."""
+    """Which graph; the other keys are options of the algorithm, as a training has them.
+
+    ``samples_per_prompt``, ``num_minibatches`` and ``num_epochs`` take the place of what the workload says.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -138,16 +141,16 @@ class WorkloadInputs(_Inputs):
     """An iteration's work; see `Workload`."""
 
     batch_size: Count
-    """Prompts (or pairs) per iteration."""
+    """Prompts per iteration; of data with answers their lines."""
     prompt: LengthInputs
     response: LengthInputs
     group_size: Count = 1
+    unit: Count | None = None
+    """Answers of a line, which a training keeps together; None is 2 for the preference pairs of dpo and reward."""
     num_minibatches: Count = 1
     num_epochs: Count = 1
     memory_quantile: Annotated[float, Field(gt=0, le=1)] = 0.99
     """Times are priced for expected lengths, memory for responses of this quantile; 1 is the cap."""
-    sequences: dict[str, Count] = {}
-    """By call, where the algorithm's own number is not meant."""
     function_s: dict[str, Annotated[float, Field(ge=0)]] = {}
     """Seconds per sequence of calls that are Python functions."""
 

@@ -26,19 +26,21 @@ from megatron_real.plan_search.problem import (
 __all__ = ["Kernel", "Seconds"]
 
 _MAX_PROGRAMS = 200_000
-_RUN, _REALLOC, _RELOAD, _OFFLOAD, _RELOAD_STATE, _OFFLOAD_STATE = range(6)
+_RUN, _REALLOC, _RELOAD, _OFFLOAD, _MIX, _RELOAD_STATE, _OFFLOAD_STATE = range(7)
 _KINDS = {
     "run": _RUN,
     "realloc": _REALLOC,
     "reload": _RELOAD,
     "offload": _OFFLOAD,
+    "mix": _MIX,
     "reload_state": _RELOAD_STATE,
     "offload_state": _OFFLOAD_STATE,
 }
 
 Atoms = tuple[int, ...]
-Seconds = tuple[float, float, float, float, float, float]
-"""Of a call's run, its reallocation, its copy's reload and offload, and those of its optimizer state."""
+Seconds = tuple[float, float, float, float, float, float, float]
+"""Of a call's run, its reallocation, its copy's reload, offload and update, and reload and offload of its optimizer
+state."""
 
 
 class _Op(NamedTuple):
@@ -92,6 +94,14 @@ class Kernel:
             for home in self._home
         )
         """The home call of each call's model, then its others."""
+        self._sources = {
+            self._number[graph.home_call(update.target).name]: (
+                update,
+                self._number[graph.home_call(update.source).name],
+            )
+            for update in graph.updates
+        }
+        """Of the home call of a model that is updated: the update, and the home call of its source."""
         self._declared = tuple(self._number[call.name] for call in graph.ordered())
         self._layouts: dict[Layout, int] = {}
         self._known: dict[int, tuple[Option, int]] = {}
@@ -205,6 +215,9 @@ class Kernel:
             return option.return_s if op.allocates else 0.0
         if op.kind == _OFFLOAD:
             return option.leave_s
+        if op.kind == _MIX:
+            update, source = self._sources[op.call]
+            return self._problem.mix_s(update, choices[source], choices[op.call])
         return option.state_return_s if op.kind == _RELOAD_STATE else option.state_leave_s
 
     def _period(self, program: _Program, seconds_of: Sequence[float], num_calls: int) -> float:
@@ -242,7 +255,7 @@ class Kernel:
         staging = self._problem.staging_bytes
         for kind, call, atoms, _, first, allocates, frees, streams, has_model in program.ops:
             option = choices[call].option
-            moved = option.weights_bytes if kind <= _OFFLOAD else option.state_bytes
+            moved = option.weights_bytes if kind <= _MIX else option.state_bytes
             if allocates:
                 for atom in first:
                     held[atom] += moved
@@ -251,6 +264,8 @@ class Kernel:
                 during += staging(option)
             elif kind == _REALLOC:
                 during = staging(option) + staging(choices[self._home[call]].option)
+            elif kind == _MIX:
+                during = staging(option) + staging(choices[self._sources[call][1]].option)
             for atom in atoms:
                 if held[atom] + during > peak:
                     peak = held[atom] + during

@@ -191,12 +191,13 @@ class MemoryModel:
         if key not in self._active:
             assert call.model is not None
             spec = _activation_spec(self.models[call.model], placement.recompute if call.trains else "none")
-            per_replica = -(-self.workload.step_sequences(call) // layout.dp)
+            per_replica = -(-self.workload.step_units(call) // layout.dp)
             number = placement.num_microbatches
             if call.type is CallType.GENERATE:
                 self._active[key] = self._generation(spec, layout, per_replica, number)
             else:
-                self._active[key] = self._passes(spec, layout, -(-per_replica // number), number, call.trains)
+                rows = -(-per_replica // number) * self.workload.unit_of(call)
+                self._active[key] = self._passes(spec, layout, rows, number, call.trains)
         return self._active[key]
 
     def _passes(

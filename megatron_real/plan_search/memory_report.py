@@ -16,7 +16,7 @@ from megatron_real.errors import PlanError, Problem
 from megatron_real.layout import Mesh
 from megatron_real.plan import CopyKey, Placement
 from megatron_real.plan_search.memory import MemoryModel, copy_memory
-from megatron_real.program import Offload, Program, Realloc, Reload, Run, Save, What, compile_program
+from megatron_real.program import Mix, Offload, Program, Realloc, Reload, Run, Save, What, compile_program
 from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES, STAGING_SLOTS
 
 __all__ = ["MemoryReport", "RankMemory", "memory_report"]
@@ -165,6 +165,8 @@ class _Walk:
                     self._note(step.name, {_staging_of(realloc): staging})
                     if realloc.stream:
                         self._held[_staging_of(realloc)] = staging
+                case Mix() as mix:
+                    self._mix(mix)
                 case Run() as run:
                     self._run(run)
                 case Reload(copy=copy, what=what):
@@ -177,6 +179,13 @@ class _Walk:
                     self._save()
                 case _:
                     pass
+
+    def _mix(self, mix: Mix) -> None:
+        if mix.from_host and self._rank in mix.target.mesh:
+            self._allocate(mix.target)
+        self._note(mix.name, {f"{mix.name} staging": self._staging(mix.source, mix.target)})
+        if mix.from_host:
+            self._free(mix.target)
 
     def _save(self) -> None:
         """Optimizer state that is on the host comes back, model by model."""
@@ -331,7 +340,7 @@ class _Changes:
         call, placement = self._graph.call(name), self._plan.calls[name]
         if call.model is None:
             return
-        most = self._memory.workload.step_sequences(call) // placement.parallel.dp
+        most = self._memory.workload.step_units(call) // placement.parallel.dp
         numbers = [placement.num_microbatches]
         while numbers[-1] * 2 <= most:
             numbers.append(numbers[-1] * 2)

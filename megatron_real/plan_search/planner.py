@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_real import __version__
-from megatron_real.capabilities import EXECUTABLE_ALGORITHMS, capability_problems
+from megatron_real.capabilities import capability_problems, graph_problems
 from megatron_real.dataflow import Graph
-from megatron_real.errors import CapacityError, ConfigError, PlanError, Problem
+from megatron_real.errors import CapacityError, ConfigError, PlanError, Problem, raise_problems
 from megatron_real.plan import ClusterSpec, Plan, Predicted
 from megatron_real.plan_search import presets
 from megatron_real.plan_search.cluster import Cluster
@@ -40,6 +40,8 @@ from megatron_real.plan_search.workload import LengthDistribution, Workload
 from megatron_real.program import Program, Realloc, compile_program
 
 __all__ = ["Estimate", "PinPrice", "Planner", "SearchReport", "search"]
+
+_PLAN_ONLY = "To price it all the same, add --plan-only (search.plan_only=true)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +118,17 @@ class Planner:
         self._spaces: dict[str, Space] = {}
 
     def space(self, options: SpaceOptions | None = None, pins: Mapping[str, Pin] | None = None) -> Space:
-        """The choices, priced; kept for the next search with the same options and pins."""
+        """The choices, priced; kept for the next search with the same options and pins.
+
+        Raises:
+            PlanError: the runtime cannot execute the algorithm's calls, and the options ask for what it can; or as
+                `build_space`.
+        """
         options, pins = options or SpaceOptions(), dict(pins or {})
-        if not options.plan_only and self.graph.name not in EXECUTABLE_ALGORITHMS:
-            raise PlanError(
-                f"search: found the algorithm {self.graph.name!r}; the runtime executes "
-                f"{', '.join(EXECUTABLE_ALGORITHMS)}. Add --plan-only (search.plan_only=true) to price it all the same."
+        if not options.plan_only:
+            raise_problems(
+                (replace(problem, fix=_PLAN_ONLY) for problem in graph_problems(self.graph)),
+                subject=f"search: the runtime cannot execute {self.graph.name}",
             )
         key = repr((options, sorted((name, repr(pin)) for name, pin in pins.items())))
         if key not in self._spaces:
@@ -278,6 +285,7 @@ class Planner:
             "cluster": self.cluster.spec.model_dump(exclude_defaults=True),
             "workload": workload,
             "models": {name: asdict(self.prices.models[name]) for name in self.graph.models},
+            **({"updates": [asdict(update) for update in self.graph.updates]} if self.graph.updates else {}),
         }
 
     def inputs_hash(self) -> str:

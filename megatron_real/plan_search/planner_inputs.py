@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_real.dataflow import Graph
+from megatron_real.dataflow import Graph, Per
 from megatron_real.errors import ConfigError, Problem, raise_problems
 from megatron_real.plan import Plan
 from megatron_real.plan_search.cluster import Cluster
@@ -31,7 +31,13 @@ __all__ = ["changed_inputs", "planner_from_predicted", "planner_of", "recorded_i
 
 _SCALAR = ("critic", "reward")
 _PAIRS = ("dpo", "reward")
-"""Algorithms whose data are pairs of answers, both of which every call works on."""
+"""Algorithms whose data are pairs of answers."""
+_COUNTS = {
+    "samples_per_prompt": "group_size",
+    "num_minibatches": "num_minibatches",
+    "num_epochs": "num_epochs",
+}
+"""Options of an algorithm that say what the workload says; where they are given, they count."""
 
 
 def planner_of(inputs: PlanInputs, graph: Graph) -> Planner:
@@ -47,7 +53,7 @@ def planner_of(inputs: PlanInputs, graph: Graph) -> Planner:
     cluster = Cluster.of(inputs.cluster)
     _check_roles(inputs, graph)
     raise_problems(_model_problems(inputs, graph), subject=inputs.algorithm.name, error=ConfigError)
-    models = {role: _model(inputs, role, cluster) for role in graph.models}
+    models = {role: _model(inputs, graph, role, cluster) for role in graph.models}
     return Planner(graph, models, inputs.cluster, _workload(inputs, graph), inputs.operations())
 
 
@@ -157,7 +163,13 @@ def _model_problems(inputs: PlanInputs, graph: Graph) -> Iterator[Problem]:
             yield from model_problems(arguments, path)
 
 
-def _model(inputs: PlanInputs, role: str, cluster: Cluster) -> ModelSpec:
+def _has_scalar_head(graph: Graph, role: str) -> bool:
+    """Whether a model returns a number per token or sequence: by its name, or since a call of it scores sequences."""
+    outputs = (key for call in graph.calls_of(role) for key in call.outputs)
+    return role.rstrip("0123456789") in _SCALAR or any(graph.key(key).per is Per.SEQUENCE for key in outputs)
+
+
+def _model(inputs: PlanInputs, graph: Graph, role: str, cluster: Cluster) -> ModelSpec:
     own = inputs.model.get(role, ModelInputs())
     if own.spec is not None:
         try:
@@ -171,7 +183,7 @@ def _model(inputs: PlanInputs, role: str, cluster: Cluster) -> ModelSpec:
     pinned = {pin.ranks[1] - pin.ranks[0] for pin in inputs.pins.values() if pin.ranks is not None}
     return model_spec(
         arguments,
-        scalar_head=role.rstrip("0123456789") in _SCALAR,
+        scalar_head=_has_scalar_head(graph, role),
         max_tp=inputs.search.max_tp or cluster.devices_per_node,
         sizes={mesh.size for mesh in windows} | pinned,
         device=inputs.cluster.device,
@@ -180,33 +192,34 @@ def _model(inputs: PlanInputs, role: str, cluster: Cluster) -> ModelSpec:
 
 def _workload(inputs: PlanInputs, graph: Graph) -> Workload:
     given = inputs.workload
-    sequences: dict[str, int] = {}
-    if graph.name in _PAIRS:
-        sequences = {call.name: 2 * given.batch_size * given.group_size for call in graph.calls}
-    elif graph.name == "remax":
-        sequences = {call.name: given.batch_size for call in graph.calls if call.name.startswith("greedy_")}
     names = {call.name for call in graph.calls}
     raise_problems(
         (
             Problem(
-                path=f"workload.{option}.{name}", found="no such call", expected=f"one of {sorted(names)}"
+                path=f"workload.function_s.{name}", found="no such call", expected=f"one of {sorted(names)}"
             )
-            for option in ("sequences", "function_s")
-            for name in getattr(given, option)
+            for name in given.function_s
             if name not in names
         ),
         subject=graph.name,
         error=ConfigError,
     )
+    unit = given.unit
+    if unit is None:
+        unit = 2 if graph.name in _PAIRS else 1
+    counts = {name: getattr(given, name) for name in _COUNTS.values()}
+    for option, name in _COUNTS.items():
+        value = inputs.algorithm.options.get(option, counts[name])
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"algorithm.{option}: found {value!r}; expected a whole number of at least 1.")
+        counts[name] = value
     return Workload(
         batch_size=given.batch_size,
         prompt=given.prompt.distribution("workload.prompt"),
         response=given.response.distribution("workload.response"),
-        group_size=given.group_size,
-        num_minibatches=given.num_minibatches,
-        num_epochs=given.num_epochs,
+        unit=unit,
+        **counts,
         memory_quantile=given.memory_quantile,
-        sequences={**sequences, **given.sequences},
         function_s=given.function_s,
     )
 

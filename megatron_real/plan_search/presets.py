@@ -8,7 +8,8 @@ search problem to the plans of a kind, and `solve_preset` finds the best of them
                tensor parallelism fills a node, pipelines cross the nodes, data parallelism takes the rest
 ``symmetric``  one set of degrees for all calls on the whole cluster: the best one
 ``split``      models in disjoint groups of ranks, as OpenRLHF and NeMo-Aligner place them: actor and reference;
-               critic, rewards and the rest; generation with the actor or in a group of its own
+               critic, rewards and the rest; generation with the actor or in a group of its own. Without any rest:
+               trained models; frozen ones
 ``hybrid``     DeepSpeed-Chat: everything on the whole cluster, data-parallel over all ranks, but generation, which is
                tensor-parallel inside a node
 ``colocated``  verl: everything on the whole cluster; all calls of a model but generation share the model's layout
@@ -90,6 +91,8 @@ def split(
 ) -> Plan:
     """Actor and reference on the first half, everything else on the second, so that two models train at once.
 
+    Without anything else trained models are on the first half, the others on the second.
+
     Args:
         graph: the calls.
         cluster: the devices; its ranks are split over the calls.
@@ -99,8 +102,8 @@ def split(
         num_microbatches: of each model's call; None is one per pipeline stage.
 
     Raises:
-        PlanError: fewer than two ranks, a name in `layouts` that the graph does not have, or a layout that
-        does not fit.
+        PlanError: fewer than two ranks, nothing for one of the halves, a name in `layouts` that the graph does not
+        have, or a layout that does not fit.
     """
     size = cluster.num_devices
     if size < 2:
@@ -112,13 +115,26 @@ def split(
     unknown = sorted(set(layouts) - known)
     if unknown:
         raise PlanError(f"split plan: found layouts for {unknown}; expected some of {sorted(known)}.")
+    first = _first_half(graph)
+    if len(first) in (0, len(graph.calls)):
+        raise PlanError(
+            f"split plan: found all calls of {graph.name} on one half; expected some for each. Use a symmetric plan."
+        )
     halves = (Mesh(0, size // 2), Mesh(size // 2, size))
     calls = {}
     for call in graph.calls:
-        mesh = halves[call.model not in _FIRST_HALF]
+        mesh = halves[call.name not in first]
         text = layouts.get(call.name, layouts.get(call.model or call.name))
         calls[call.name] = _placement(call, mesh, _layout_on(mesh, text), num_microbatches)
     return _checked(graph, cluster, calls, shapes, "split plan")
+
+
+def _first_half(graph: Graph) -> set[str]:
+    """Calls of the actor and its reference; where that is all or nothing, of the trained models."""
+    first = {call.name for call in graph.calls if call.model in _FIRST_HALF}
+    if 0 < len(first) < len(graph.calls):
+        return first
+    return {call.name for call in graph.calls if call.model is not None and graph.trained(call.model)}
 
 
 def _layout_on(mesh: Mesh, text: str | None) -> Layout:
@@ -265,13 +281,14 @@ def _split_families(problem: SearchProblem) -> Iterator[Family | None]:
 
 def _groups(graph: Graph) -> Iterator[tuple[tuple[str, ...], ...]]:
     """Calls by group: generation with the actor's, or by itself. A function goes with the rest."""
+    first = _first_half(graph)
     for own_generation in (False, True):
         groups: dict[str, list[str]] = {}
         for call in graph.calls:
             if own_generation and call.type is CallType.GENERATE:
                 key = "generation"
             else:
-                key = "actor" if call.model in _FIRST_HALF else "rest"
+                key = "first" if call.name in first else "second"
             groups.setdefault(key, []).append(call.name)
         if "generation" in groups or not own_generation:
             yield tuple(map(tuple, groups.values()))

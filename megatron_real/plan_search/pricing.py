@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_real.dataflow import Call, Graph
+from megatron_real.dataflow import Call, Graph, Update
 from megatron_real.errors import PlanError
 from megatron_real.layout import Mesh, stage_layers
 from megatron_real.plan import Placement
@@ -24,7 +24,7 @@ from megatron_real.plan_search.memory import MemoryModel, copy_memory
 from megatron_real.plan_search.models import ModelSpec
 from megatron_real.plan_search.simulator import TransferTime
 from megatron_real.plan_search.workload import Workload
-from megatron_real.program import Instruction, Offload, Program, Realloc, Reload, Run, Transfer
+from megatron_real.program import Instruction, Mix, Offload, Program, Realloc, Reload, Run, Transfer
 
 __all__ = ["Prices", "ProgramPrices"]
 
@@ -144,6 +144,11 @@ class Prices:
         """Seconds of `realloc` by itself."""
         return self.realloc(model, home, other).seconds
 
+    def mix_s(self, update: Update, source: Choice, target: Choice) -> float:
+        """Of an update between the homes of two models."""
+        homes = (source.mesh, source.option.layout), (target.mesh, target.option.layout)
+        return self.moves.mix(update, *homes, from_host=target.option.offload == "host")
+
     def exposed_s(self, call: Call, placement: Placement, realloc_s: float) -> float:
         """What a reallocation that takes `realloc_s` adds to an iteration before and in a call."""
         if not placement.stream:
@@ -165,31 +170,36 @@ class ProgramPrices:
         self._resident = self._needless_reloads()
 
     def seconds(self, instruction: Instruction) -> float:
-        """Seconds of a run, offload or reload; of a realloc what it adds to the iteration."""
+        """Seconds of a run, offload or reload; of a realloc or mix what it adds to the iteration."""
         match instruction:
             case Run():
                 return self.call(instruction.call).seconds
             case Realloc():
                 return self.realloc(instruction).exposed_s
+            case Mix(update=update, source=source, target=target, from_host=from_host):
+                homes = (source.mesh, source.layout), (target.mesh, target.layout)
+                return self._prices.moves.mix(update, *homes, from_host=from_host)
             case Offload(copy=copy, what="state") | Reload(copy=copy, what="state"):
                 return self._prices.moves.move_state(copy.model, copy.mesh, copy.layout)
             case Offload(copy=copy, to=to):
                 return self._prices.moves.offload(copy.model, copy.mesh, copy.layout, to)
-            case Reload(copy=copy, source=source):
+            case Reload(copy=copy, source=place):
                 if id(instruction) in self._resident:
                     return 0.0
-                return self._prices.moves.reload(copy.model, copy.mesh, copy.layout, source)
+                return self._prices.moves.reload(copy.model, copy.mesh, copy.layout, place)
             case _:
                 raise PlanError(f"search: found no price for {instruction.name}.")
 
     def transfer(self, instruction: Transfer) -> TransferTime:
         """Seconds of a transfer."""
-        graph, calls = self._program.graph, self._program.plan.calls
-        consumer = graph.call(instruction.consumer) if instruction.consumer is not None else None
-        source = calls[instruction.producer]
-        target = calls[consumer.name] if consumer is not None else source
-        time = self._prices.moves.transfer(graph.call(instruction.producer), consumer, source, target)
-        return TransferTime(time.send_s, time.wire_s, time.receive_s)
+        graph, calls, moves = self._program.graph, self._program.plan.calls, self._prices.moves
+        if instruction.consumer is None:
+            time = moves.lengths(instruction.source, len(instruction.targets))
+        else:
+            consumer = graph.call(instruction.consumer)
+            placements = calls[instruction.producer], calls[consumer.name]
+            time = moves.transfer(graph.call(instruction.producer), consumer, *placements)
+        return TransferTime(*time)
 
     def call(self, name: str) -> CallCost:
         """The parts of a call's time."""

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_real.dataflow import Call, Graph
+from megatron_real.dataflow import Call, Graph, Update
+from megatron_real.errors import PlanError
 from megatron_real.layout import Mesh
 from megatron_real.plan import ClusterSpec, Plan
 from megatron_real.plan_search.choices import Assignment, Choice, Option
@@ -45,7 +46,8 @@ class Event(NamedTuple):
     """One instruction on a group of ranks that go through it together."""
 
     name: str
-    """As the instruction's: ``run:actor_gen``, ``realloc:actor_gen``, ``reload:ref``, ``offload:actor.state``."""
+    """As the instruction's: ``run:actor_gen``, ``realloc:actor_gen``, ``mix:ref``, ``reload:ref``,
+    ``offload:actor.state``."""
     meshes: tuple[Mesh, ...]
     seconds: float
     needs: tuple[str, ...] = ()
@@ -122,6 +124,15 @@ ReallocPrice = Callable[[str, Choice, Choice], float]
 layouts alone; what a streamed one adds is `Option.exposed_s`."""
 
 
+MixPrice = Callable[[Update, Choice, Choice], float]
+"""Seconds per iteration of an update: ``price(update, home of its source, home of its target)``. Windows, layouts and
+the target's offload count. Lower bounds leave updates out."""
+
+
+def _no_updates(update: Update, source: Choice, target: Choice) -> float:
+    raise PlanError(f"search: found an update of {update.target}; expected its price in the search problem.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SearchProblem:
     """Everything that a strategy may look at."""
@@ -134,6 +145,7 @@ class SearchProblem:
     options: Mapping[tuple[str, int], tuple[Option, ...]]
     """By call and window size, fastest first; a pair that is missing has none."""
     realloc_s: ReallocPrice
+    mix_s: MixPrice = _no_updates
     bucket_bytes: int = 0
     """The largest message of a reallocation: its ranks stage a few of them (see `staging_bytes`)."""
     laminar: bool = True
@@ -198,6 +210,13 @@ class SearchProblem:
                 seconds = option.exposed_s(self.realloc_s(call.model, home, assignment[step.call]))
                 during = self.staging_bytes(option)
                 during += 0 if step.streams else self.staging_bytes(home.option)
+            case "mix":
+                assert call.model is not None
+                update = self.graph.update_of(call.model)
+                assert update is not None
+                source = assignment[self.graph.home_call(update.source).name]
+                seconds = self.mix_s(update, source, assignment[step.call])
+                during = self.staging_bytes(option) + self.staging_bytes(source.option)
             case "reload":
                 seconds = option.return_s if step.allocates else 0.0
             case "offload":

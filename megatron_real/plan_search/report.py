@@ -14,7 +14,6 @@ from itertools import pairwise
 
 from rich.table import Table
 
-from megatron_real.capabilities import EXECUTABLE_ALGORITHMS
 from megatron_real.layout import Mesh, format_placement
 from megatron_real.plan import Placement
 from megatron_real.plan_search.costs.moves import ReallocCost
@@ -187,8 +186,6 @@ def memory_table(planner: Planner, estimate: Estimate) -> Table:
 def executable_line(planner: Planner, estimate: Estimate) -> str:
     """``executable: yes``, or why not."""
     reasons = [str(problem) for problem in planner.executable(estimate.plan)]
-    if planner.graph.name not in EXECUTABLE_ALGORITHMS:
-        reasons.insert(0, f"the runtime runs {', '.join(EXECUTABLE_ALGORITHMS)}, not {planner.graph.name}")
     reasons += [f"it does not fit: {problem}" for problem in estimate.problems[:2]]
     if not reasons:
         return "executable: yes"

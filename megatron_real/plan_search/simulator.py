@@ -3,7 +3,7 @@
 The same `program.Program` that the runtime executes; spans have the same names. Ranks that lie in the same windows do
 the same, so the walk is over such groups of ranks and its spans are copied to each of them.
 
-A run, a realloc, an offload or a reload starts when the last of its ranks is there. A transfer's send takes its
+A run, a realloc, a mix, an offload or a reload starts when the last of its ranks is there. A transfer's send takes its
 producer's ranks for a while, then travels; its receive is over once everything arrived. The buffers of a send are given
 back at the end of the next iteration: there the sender waits until it was received.
 
@@ -25,6 +25,7 @@ from megatron_real.layout import Mesh
 from megatron_real.plan_search.clocks import TOLERANCE, cycle_mean
 from megatron_real.program import (
     Instruction,
+    Mix,
     Offload,
     Program,
     Realloc,
@@ -42,6 +43,7 @@ __all__ = ["InstructionPrices", "PathStep", "Simulation", "TransferTime", "simul
 _KINDS: Mapping[type, SpanKind] = {
     Run: SpanKind.RUN,
     Realloc: SpanKind.REALLOC,
+    Mix: SpanKind.REALLOC,
     Transfer: SpanKind.TRANSFER,
     Offload: SpanKind.OFFLOAD,
     Reload: SpanKind.OFFLOAD,
@@ -63,7 +65,7 @@ class InstructionPrices(Protocol):
     """What the simulator asks for."""
 
     def seconds(self, instruction: Instruction) -> float:
-        """Of a run, realloc, offload or reload."""
+        """Of a run, realloc, offload or reload; of a mix what an iteration has of it in the mean."""
         ...
 
     def transfer(self, instruction: Transfer) -> TransferTime:

@@ -27,6 +27,7 @@ from megatron_real.plan_search.models import ModelSpec
 from megatron_real.plan_search.pins import Pin, check_pins
 from megatron_real.plan_search.pricing import Prices
 from megatron_real.plan_search.problem import Option, SearchProblem
+from megatron_real.plan_search.steps import weights_stay
 from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
 
 __all__ = ["Pin", "SpaceOptions", "Space", "build_space", "candidates"]
@@ -110,6 +111,7 @@ def build_space(
         capacity_bytes=cluster.capacity_bytes - prices.memory.reserve_bytes,
         options=table,
         realloc_s=prices.realloc_s,
+        mix_s=prices.mix_s,
         bucket_bytes=DEFAULT_BUCKET_BYTES,
         laminar=options.meshes == "aligned" and _laminar(meshes),
         pinned={name: Mesh(*pin.ranks) for name, pin in pins.items() if pin.ranks is not None},
@@ -160,7 +162,7 @@ class _Builder:
 
     def _class_of(self, call: Call, option: Option) -> object:
         """Options that may stand in for each other in everything but their own time and bytes."""
-        alone = call.model is None or len(self._graph.calls_of(call.model)) == 1
+        alone = weights_stay(self._graph, call)
         if alone and not self._options.keep_layouts:
             return None
         stored = option.offload == "node" and not alone  # other calls then need no reallocation
@@ -182,13 +184,13 @@ class _Builder:
         assert call.model is not None
         shape = self._models[call.model].shape
         most = self._options.max_tp or self._cluster.devices_per_node
-        per_replica = self._prices.workload.step_sequences(call)
+        most_replicas = self._prices.workload.step_units(call)
         for tp in _divisors(size, most):
             sequence_parallel = tp > 1 and call.type is not CallType.GENERATE and self._sequence_parallel
             for pp in _divisors(size // tp, min(self._options.max_pp, shape.num_layers)):
                 for cp in self._context_degrees(call, size // tp // pp):
                     dp = size // (tp * pp * cp)
-                    if dp > per_replica:
+                    if dp > most_replicas:
                         continue
                     for ep in self._expert_degrees(call, dp * cp * tp):
                         for vpp in self._virtual_degrees(call, pp):
@@ -244,14 +246,16 @@ class _Builder:
     def _microbatches(self, call: Call, layout: Layout, pin: Pin) -> tuple[int, ...]:
         if call.model is None:
             return (1,)
-        count = self._prices.workload.step_sequences(call) // layout.dp
+        workload = self._prices.workload
+        count = workload.step_units(call) // layout.dp
         if pin.num_microbatches is not None:
             return (pin.num_microbatches,) if pin.num_microbatches <= count else ()
         if call.type is CallType.GENERATE:
             # Decoding batches go in waves of one per stage: more waves are slower and need less cache.
             wanted = {layout.pp * waves for waves in (1, 2, 4, 8, 16, 32)}
         else:
-            wanted = {-(-count // size) for size in self._options.microbatch_sizes}
+            unit = workload.unit_of(call)
+            wanted = {-(-count * unit // max(size, unit)) for size in self._options.microbatch_sizes}
         if layout.vpp > 1:
             wanted = {-(-number // layout.pp) * layout.pp for number in wanted}
         return tuple(sorted(number for number in wanted if 1 <= number <= count))
@@ -275,7 +279,8 @@ class _Builder:
         if self._options.offload:
             yield "host", False, False
         if not call.trains:
-            if self._options.offload:
+            # What a store holds stays what it is.
+            if self._options.offload and self._graph.update_of(call.model) is None:
                 yield "node", False, False
             return
         droppable = self._options.drop_trained_weights and self._models[call.model].has_main_params

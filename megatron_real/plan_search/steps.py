@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_real.dataflow import Call, Graph
+from megatron_real.dataflow import Call, Graph, Update
 from megatron_real.layout import Mesh
 from megatron_real.plan_search.choices import Assignment, Choice
 
-__all__ = ["Step", "StepBuilder"]
+__all__ = ["Step", "StepBuilder", "weights_stay"]
 
 
 class Step(NamedTuple):
     """An event without its numbers: they are those of one call's option."""
 
     kind: str
-    """``run``, ``realloc``, ``reload`` or ``offload``; ``reload_state`` and ``offload_state`` of a trained copy."""
+    """``run``, ``realloc``, ``mix``, ``reload`` or ``offload``; ``reload_state`` and ``offload_state`` of a trained
+    copy."""
     name: str
     call: str
     """Whose option has the numbers: the call that runs or needs the copy, else the home call of the model."""
@@ -44,6 +45,7 @@ class StepBuilder:
         }
         self._home = {model: graph.home_call(model).name for model in graph.models}
         self._trained = {model for model in graph.models if graph.trained(model)}
+        self._updates = graph.updates
 
     def steps(self, assignment: Assignment, order: Sequence[str] | None = None) -> tuple[Step, ...]:
         """The instructions of an iteration; see `SearchProblem.steps`."""
@@ -86,7 +88,16 @@ class StepBuilder:
             if offloaded and not later:
                 resident.discard(call.model)
                 steps.append(self._move("offload", call.model, home, frees=True))
+        steps += [self._mix(update, assignment) for update in self._updates]
         return self._with_dropped_weights(steps, assignment)
+
+    def _mix(self, update: Update, assignment: Assignment) -> Step:
+        target, source = (assignment[self._home[model]] for model in (update.target, update.source))
+        meshes = (target.mesh,) if target.mesh == source.mesh else (target.mesh, source.mesh)
+        arrives = target.option.offload == "host"
+        return Step(
+            "mix", f"mix:{update.target}", self._home[update.target], meshes, allocates=arrives, frees=arrives
+        )
 
     def _run(self, call: Call, choice: Choice, *, frees: bool = False, streams: bool = False) -> Step:
         return Step(
@@ -136,6 +147,15 @@ class StepBuilder:
                 steps.insert(train, self._move("reload", model, home, allocates=True))
                 steps.insert(before[-1] + 1, self._move("offload", model, home, frees=True))
         return tuple(steps)
+
+
+def weights_stay(graph: Graph, call: Call) -> bool:
+    """Whether no weights move to or from the copy of a call, so that its layout matters to itself alone."""
+    model = call.model
+    if model is None:
+        return True
+    updated = any(model in (update.source, update.target) for update in graph.updates)
+    return len(graph.calls_of(model)) == 1 and not updated
 
 
 def _is_filled(filled: Sequence[tuple[str, Choice]], model: str, choice: Choice) -> bool:

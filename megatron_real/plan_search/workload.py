@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_real.dataflow import Call, CallType
+from megatron_real.dataflow import Call
 from megatron_real.errors import ConfigError
 
 __all__ = ["LengthDistribution", "Workload"]
@@ -127,24 +127,24 @@ class Workload:
     """What an iteration works on."""
 
     batch_size: int
-    """Prompts (or, for preference data, pairs) per iteration."""
+    """Prompts per iteration; of data with answers their lines: prompt and answer, or a pair of answers."""
     prompt: LengthDistribution
     response: LengthDistribution
     group_size: int = 1
     """Responses to each prompt."""
+    unit: int = 1
+    """Sequences that a train call keeps in one micro-batch: 2 where a line is a pair of answers."""
     num_minibatches: int = 1
     """Optimizer steps of a train call over the batch."""
     num_epochs: int = 1
     """Passes of a train call over the batch."""
     memory_quantile: float = 0.99
     """Memory is planned for responses of this quantile; 1 is the cap."""
-    sequences: Mapping[str, int] = field(default_factory=dict)
-    """Sequences of a call, where it is not ``batch_size * group_size`` (a greedy baseline, a pair's two answers)."""
     function_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds per sequence of a call that is a Python function; one that is missing has no price."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "group_size", "num_minibatches", "num_epochs"):
+        for name in ("batch_size", "group_size", "unit", "num_minibatches", "num_epochs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"workload: found {name}={getattr(self, name)}; expected at least 1.")
         if not 0 < self.memory_quantile <= 1:
@@ -152,18 +152,30 @@ class Workload:
                 f"workload: found memory_quantile={self.memory_quantile}; expected more than 0, at most 1."
             )
 
-    def num_sequences(self, call: Call) -> int:
-        """Sequences that `call` works on in an iteration."""
-        return self.sequences.get(call.name, self.batch_size * self.group_size)
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of an iteration. Every call works on all of them, each set of sequences has as many."""
+        return self.batch_size * self.group_size * self.unit
 
     def num_steps(self, call: Call) -> int:
         """Optimizer steps of a train call, 1 for others."""
-        return self.num_minibatches * self.num_epochs if call.type is CallType.TRAIN else 1
+        return self.num_minibatches * self.num_epochs if call.trains else 1
+
+    def unit_of(self, call: Call) -> int:
+        """Sequences that `call` keeps in one micro-batch."""
+        return self.unit if call.trains else 1
+
+    def step_units(self, call: Call) -> int:
+        """What an optimizer step, or the whole call, deals out over replicas and micro-batches.
+
+        Sequences, or what stays together of them, as in `data_plan.assign`.
+        """
+        units = self.num_sequences // self.unit_of(call)
+        return units // self.num_minibatches if call.trains else units
 
     def step_sequences(self, call: Call) -> int:
         """Sequences of one optimizer step, or of the whole call."""
-        count = self.num_sequences(call)
-        return count // self.num_minibatches if call.type is CallType.TRAIN else count
+        return self.step_units(call) * self.unit_of(call)
 
     @property
     def mean_length(self) -> float:

@@ -6,13 +6,23 @@ knows the shards and minibatches of all others; first and middle pipeline stages
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from megatron_real.backend import Algorithm, Minibatch, ModelBackend
+from megatron_real.backend import (
+    KEPT,
+    MARGIN,
+    Algorithm,
+    Minibatch,
+    Minibatching,
+    ModelBackend,
+    Samples,
+    Sampling,
+)
 from megatron_real.batch import Batch
 from megatron_real.data_plan import (
     CallAssignment,
@@ -22,16 +32,16 @@ from megatron_real.data_plan import (
     is_first_stage,
     is_last_stage,
 )
-from megatron_real.dataflow import Call, CallType, Per, Scope
+from megatron_real.dataflow import SAMPLES, Call, Per, Scope
 from megatron_real.errors import RealError
 from megatron_real.layout import coordinates_of
 from megatron_real.plan import CopyKey, Placement
 from megatron_real.program import Program
 from megatron_real.runtime.data_store import DataStore
-from megatron_real.runtime.prompts import TOKENS, PromptBatch, Tokenizer
-from megatron_real.runtime.rewards import Samples, call_reward
+from megatron_real.runtime.dataset import TOKENS, DataBatch, Tokenizer
+from megatron_real.runtime.estimates import Measured, Sums
 
-__all__ = ["CallMetrics", "CallRunner", "CallSite", "Iteration", "reporting_rank"]
+__all__ = ["CallMetrics", "CallRunner", "CallSite", "HeldOut", "Iteration", "reporting_rank", "spread"]
 
 CallMetrics = dict[str, Any]
 """Metric name -> number; under ``steps`` name -> list with one number per optimizer step."""
@@ -42,34 +52,65 @@ def reporting_rank(placement: Placement) -> int:
     return holders(0, placement.mesh, placement.parallel)[0]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """Which held-out batch is evaluated, and how."""
+
+    index: int
+    metric: str
+    """Of an objective, the one whose standard error is wanted."""
+    greedy: bool = False
+
+    def draws(self, call: Call, sampling: Sampling) -> tuple[Call, int, Sampling]:
+        """The call and number that key the draws, and how to draw: not as in training, and the same every time."""
+        greedy = self.greedy or sampling.greedy
+        return replace(call, name=f"eval:{call.name}"), self.index, replace(sampling, greedy=greedy)
+
+
+def spread(count: int, wanted: int) -> tuple[int, ...]:
+    """At most `wanted` of 0..count-1, evenly spaced from 0 on: of different prompts, where a prompt has several."""
+    step = max(1, count // max(wanted, 1))
+    return tuple(range(0, count, step))[:wanted]
+
+
 @dataclass(slots=True, kw_only=True)
 class Iteration:
-    """What a rank knows of the iteration that it is in."""
+    """What a rank knows of the iteration that it is in, or of the evaluation before it."""
 
     number: int
-    prompts: PromptBatch
+    data: DataBatch
     store: DataStore
+    held_out: HeldOut | None = None
+    """None in training."""
+    first_index: int = 0
+    """Added to an instruction's index, so that positions of ranks compare over evaluations and training."""
     assignments: dict[str, CallAssignment] = field(default_factory=dict)
-    lengths: Lengths | None = None
-    """None until the responses' lengths are known."""
+    lengths: dict[str, Lengths] = field(default_factory=dict)
+    """By set of sequences, once its lengths are known: of a data set's answers from the start, of responses when they
+    are generated."""
     batch_metrics: dict[str, float] = field(default_factory=dict)
     """Of the whole batch, from `Algorithm.prepare`."""
     call_metrics: dict[str, CallMetrics] = field(default_factory=dict)
     """Of the calls that this rank reports."""
+    reward_counts: Counter[str] = field(default_factory=Counter)
+    """What happened where this rank called reward functions (`Scorer.take_counts`)."""
+    measured: dict[str, Sums] = field(default_factory=dict)
+    """Of train calls on held-out data, which this rank reports."""
 
     @property
     def prompt_only(self) -> Lengths:
         """Lengths before the generation."""
-        prompt = self.prompts.prompt_lengths
+        prompt = self.data.prompt_lengths
         return Lengths(prompt=prompt, response=(0,) * len(prompt))
 
     def known_lengths(self, call: Call) -> Lengths:
-        if self.lengths is None:
+        lengths = self.lengths.get(call.sequences)
+        if lengths is None:
             raise RealError(
-                f"run:{call.name}: the lengths of the responses are not known; expected a generate call before "
-                "it. Put the generate call first in `order`."
+                f"run:{call.name}: the lengths of the sequences {call.sequences!r} are not known; expected a generate "
+                "call before it."
             )
-        return self.lengths
+        return lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +126,8 @@ class CallSite:
     """Last pipeline stage: needs everything else."""
     keeps: bool
     """Holds the outputs of its data-parallel shard."""
-    tells_lengths: bool
-    """The one rank of its shard that tells the lengths of a generation."""
+    tells: bool
+    """The one rank of its shard that tells what others must know: the lengths of a generation, held-out rewards."""
     reports: bool
     """Tells the call's metrics."""
 
@@ -103,7 +144,7 @@ class CallSite:
             has_tokens=last or is_first_stage(rank, placement),
             has_scalars=last,
             keeps=rank in keepers,
-            tells_lengths=rank == keepers[0],
+            tells=rank == keepers[0],
             reports=rank == reporting_rank(placement),
         )
 
@@ -132,14 +173,12 @@ class CallRunner:
             for call in self._graph.calls
             if rank in program.plan.calls[call.name].mesh
         }
-        generates = [call for call in self._graph.calls if call.type is CallType.GENERATE]
-        self._temperature = algorithm.sampling(generates[0]).temperature if generates else 1.0
 
-    def assign_all(self, state: Iteration) -> None:
-        """Compute every call's assignment, once the lengths are known."""
+    def assign_all(self, sequences: str, state: Iteration) -> None:
+        """Compute the assignment of every call on a set of sequences, once its lengths are known."""
         for call in self._graph.calls:
-            if call.name not in state.assignments:
-                state.assignments[call.name] = self._assign(call, state.known_lengths(call))
+            if call.sequences == sequences and call.name not in state.assignments:
+                state.assignments[call.name] = self._assign(call, state.known_lengths(call), state)
 
     def num_tokens(self, call: Call, state: Iteration) -> int:
         """Tokens of the call's sequences on this rank's data-parallel shard."""
@@ -154,15 +193,15 @@ class CallRunner:
             the number of tokens of the shard's sequences.
         """
         site = self._sites[call.name]
-        state.assignments[call.name] = self._assign(call, state.prompt_only)
+        state.assignments[call.name] = self._assign(call, state.prompt_only, state)
         ids = self._shard(site, state)
+        sampling = replace(self._algorithm.sampling(call), decode=self._tokenizer.decode)
+        drawn, number = call, state.number
+        if state.held_out is not None:
+            drawn, number, sampling = state.held_out.draws(call, sampling)
+        prompts = state.data.batch(ids, self._device)
         result = self._backend.generate(
-            copy,
-            call,
-            state.number,
-            state.prompts.batch(ids, self._device),
-            self._microbatches(site, state),
-            self._algorithm.sampling(call),
+            copy, drawn, number, prompts, self._microbatches(site, state), sampling
         )
         if set(result.ids) != set(ids):
             raise RealError(
@@ -170,8 +209,8 @@ class CallRunner:
                 f"expected its shard {list(ids)[:8]}."
             )
         if site.keeps:
-            self._keep(call, call.outputs, result, state)
-        told = dict(zip(result.ids, result.response_lengths, strict=True)) if site.tells_lengths else {}
+            self._keep_generated(call, result, state)
+        told = dict(zip(result.ids, result.response_lengths, strict=True)) if site.tells else {}
         return told, sum(result.prompt_lengths) + sum(result.response_lengths)
 
     def infer(self, call: Call, copy: CopyKey, state: Iteration) -> None:
@@ -180,7 +219,11 @@ class CallRunner:
         ids = self._shard(site, state)
         batch = self._inputs(site, ids, Scope.SHARD, state)
         values = self._backend.infer(
-            copy, batch, self._microbatches(site, state), self._algorithm.head(call), self._temperature
+            copy,
+            batch,
+            self._microbatches(site, state),
+            self._algorithm.head(call),
+            self._algorithm.temperature,
         )
         if site.keeps:
             if values is None:
@@ -190,13 +233,13 @@ class CallRunner:
                 )
             result = self._empty(ids, state, call)
             result.put(self._graph.key(call.outputs[0]), values)
-            self._keep(call, call.outputs[:1], result, state)
+            state.store.put(call.outputs[0], ids, result.split(call.outputs[0]))
 
     def function(self, call: Call, state: Iteration) -> None:
-        """Run a call without a model: decode this rank's sequences and call the algorithm's function.
+        """Run a call without a model: decode this rank's sequences and let the algorithm's function score them.
 
         Raises:
-            ConfigError: the function raised, or did not return one finite number per sequence.
+            ConfigError: the function failed, and the user chose that this stops the run.
         """
         site = self._sites[call.name]
         ids = self._shard(site, state)
@@ -207,39 +250,99 @@ class CallRunner:
         ]
         samples = Samples(
             ids=ids,
-            prompts=tuple(state.prompts.records[i].text for i in ids),
+            prompts=tuple(state.data.records[i].text for i in ids),
             responses=tuple(responses),
-            columns=state.prompts.columns(ids),
+            columns=state.data.columns(ids),
         )
-        rewards = call_reward(self._algorithm.function(call), call.name, samples)
+        scorer = self._algorithm.function(call)
+        rewards = scorer.score(call.name, samples)
+        state.reward_counts.update(scorer.take_counts())
         result = self._empty(ids, state, call)
         spec = self._graph.key(call.outputs[0])
         result.put(spec, torch.tensor(rewards, dtype=getattr(torch, spec.dtype), device=self._device))
-        self._keep(call, call.outputs[:1], result, state)
+        state.store.put(spec.name, ids, result.split(spec.name))
 
     def train(self, call: Call, copy: CopyKey, state: Iteration) -> None:
         """Run a train call; last pipeline stages let the algorithm prepare the whole batch before."""
         site = self._sites[call.name]
-        ids = self._shard(site, state)
-        batch = self._inputs(site, ids, Scope.SHARD, state)
-        metrics: dict[str, float] = {}
-        if site.has_scalars:
-            everything = tuple(range(state.known_lengths(call).count))
-            scalars = self._inputs(site, everything, Scope.FULL, state)
-            prepared, metrics = self._algorithm.prepare(call, state.number, scalars)
-            mine = prepared.select(ids)
-            for name, value in mine.data.items():
-                batch.put(mine.keys[name], value)
+        batch, minibatches, metrics = self._prepare(site, state)
         result = self._backend.train(
-            copy, batch, self._minibatches(site, state), self._algorithm.objective(call), self._temperature
+            copy,
+            batch,
+            minibatches * self._algorithm.minibatching(call).num_epochs,
+            self._algorithm.objective(call),
+            self._algorithm.temperature,
         )
         if site.reports:
             state.batch_metrics.update(metrics)
             state.call_metrics[call.name] = dict(result)
 
-    def _assign(self, call: Call, lengths: Lengths) -> CallAssignment:
-        num_minibatches = self._algorithm.minibatching(call).num_minibatches if call.trains else 1
-        return assign(call, self._program.plan.calls[call.name], lengths, num_minibatches)
+    def evaluate(self, call: Call, copy: CopyKey, state: Iteration) -> None:
+        """Compute the objective of a train call on held-out data."""
+        assert state.held_out is not None, "in an evaluation"
+        site = self._sites[call.name]
+        batch, (minibatch,), _ = self._prepare(site, state)
+        inner, unit = self._algorithm.objective(call), self._algorithm.minibatching(call).unit
+        objective = Measured(inner=inner, metric=state.held_out.metric, unit=unit)
+        means = self._backend.evaluate(copy, batch, minibatch, objective, self._algorithm.temperature)
+        if site.reports:
+            count = minibatch.num_tokens if inner.per is Per.RESPONSE else minibatch.num_sequences
+            state.measured[call.name] = Sums.of_means(count, means)
+
+    def told(self, key: str, state: Iteration) -> dict[int, torch.Tensor]:
+        """By sequence id, the values of a key that this rank is the one to tell of."""
+        site = self._sites.get(self._graph.producer(key).name)
+        if site is None or not site.tells:
+            return {}
+        ids = self._shard(site, state)
+        return dict(zip(ids, state.store.parts(key, ids), strict=True))
+
+    def samples(self, ids: Collection[int], state: Iteration) -> dict[str, dict[str, Any]]:
+        """Those of the sequences whose scores this rank is the one to tell of, as text to read.
+
+        Returns:
+            ``ID/CALL`` (of the scoring call) -> ``prompt``, ``response`` (``greedy_response`` of a set ``greedy``) and
+            the score under its key.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for call in self._graph.calls:
+            tokens = [entry.key for entry in call.inputs if self._graph.key(entry.key).per is Per.TOKEN]
+            scored = [key for key in call.outputs if self._graph.key(key).per is Per.SEQUENCE]
+            if call.trains or not tokens or not scored:
+                continue
+            name = "response" if call.sequences == SAMPLES else f"{call.sequences}_response"
+            for sequence, score in self.told(scored[0], state).items():
+                if sequence in ids:
+                    record = state.data.records[sequence]
+                    (whole,) = state.store.parts(tokens[0], (sequence,))
+                    response = self._response_text(whole[len(record.tokens) :].tolist())
+                    found[f"{sequence}/{call.name}"] = {
+                        "prompt": record.text,
+                        name: response,
+                        scored[0]: float(score),
+                    }
+        return found
+
+    def _prepare(self, site: CallSite, state: Iteration) -> tuple[Batch, list[Minibatch], dict[str, float]]:
+        """What a train call works on, the steps of a pass over it, and the metrics of the whole batch."""
+        ids = self._shard(site, state)
+        batch = self._inputs(site, ids, Scope.SHARD, state)
+        metrics: dict[str, float] = {}
+        kept: Batch | None = None
+        if site.has_scalars:
+            everything = tuple(range(state.known_lengths(site.call).count))
+            scalars = self._inputs(site, everything, Scope.FULL, state)
+            prepared, metrics = self._algorithm.prepare(site.call, state.number, scalars)
+            kept = prepared if KEPT.name in prepared.data else None
+            mine = prepared.select(ids)
+            for name, value in mine.data.items():
+                batch.put(mine.keys[name], value)
+        return batch, self._minibatches(site, state, kept), metrics
+
+    def _assign(self, call: Call, lengths: Lengths, state: Iteration) -> CallAssignment:
+        cut = self._algorithm.minibatching(call) if call.trains else Minibatching()
+        steps = cut.num_minibatches if state.held_out is None else 1
+        return assign(call, self._program.plan.calls[call.name], lengths, steps, unit=cut.unit)
 
     def _shard(self, site: CallSite, state: Iteration) -> tuple[int, ...]:
         return state.assignments[site.call.name].shard(site.dp_rank)
@@ -248,11 +351,15 @@ class CallRunner:
         (step,) = state.assignments[site.call.name].steps
         return step[site.dp_rank]
 
-    def _minibatches(self, site: CallSite, state: Iteration) -> list[Minibatch]:
+    def _minibatches(self, site: CallSite, state: Iteration, kept: Batch | None) -> list[Minibatch]:
+        """The optimizer steps of a pass; what is masked out of the loss (`KEPT` of `kept`) is not counted."""
         lengths = state.known_lengths(site.call)
+        masked: set[int] = set()
+        if kept is not None:
+            masked = {i for i, one in zip(kept.ids, kept.data[KEPT.name].tolist(), strict=True) if not one}
         steps = []
         for step in state.assignments[site.call.name].steps:
-            ids = [i for shard in step for microbatch in shard for i in microbatch]
+            ids = [i for shard in step for part in shard for i in part if i not in masked]
             steps.append(
                 Minibatch(
                     microbatches=step[site.dp_rank],
@@ -260,17 +367,33 @@ class CallRunner:
                     num_sequences=len(ids),
                 )
             )
-        return steps * self._algorithm.minibatching(site.call).num_epochs
+        return steps
 
     def _inputs(self, site: CallSite, ids: tuple[int, ...], scope: Scope, state: Iteration) -> Batch:
-        """The sequences `ids` with those inputs of this scope that this rank needs."""
+        """The sequences `ids` with those inputs of this scope that this rank needs.
+
+        A call that takes no tokens from others gets those of the data set.
+        """
         batch = self._empty(ids, state, site.call)
+        takes_tokens = any(self._graph.key(entry.key).per is Per.TOKEN for entry in site.call.inputs)
+        if scope is Scope.SHARD and not takes_tokens:
+            self._put_data(batch, site, state)
         for entry in site.call.inputs:
             if entry.scope is scope:
                 spec = self._graph.key(entry.key)
                 if site.has_scalars or (site.has_tokens and spec.per is Per.TOKEN):
-                    batch.put_list(spec, state.store.parts(entry.key, ids))
+                    # A model takes its tokens under one name, whatever the set of sequences.
+                    known_as = TOKENS if spec.per is Per.TOKEN else spec
+                    batch.put_list(known_as, state.store.parts(entry.key, ids))
         return batch
+
+    def _put_data(self, batch: Batch, site: CallSite, state: Iteration) -> None:
+        """Tokens and margins of the data set."""
+        if site.has_tokens:
+            batch.put(TOKENS, state.data.batch(batch.ids, self._device).data[TOKENS.name])
+        margins = state.data.columns(batch.ids).get(MARGIN.name)
+        if site.has_scalars and margins is not None:
+            batch.put(MARGIN, torch.tensor(margins, dtype=torch.float32, device=self._device))
 
     def _empty(self, ids: tuple[int, ...], state: Iteration, call: Call) -> Batch:
         lengths = state.known_lengths(call)
@@ -280,14 +403,16 @@ class CallRunner:
             response_lengths=tuple(lengths.response[i] for i in ids),
         )
 
-    def _keep(self, call: Call, keys: Iterable[str], result: Batch, state: Iteration) -> None:
-        for key in keys:
-            if key not in result.data:
+    def _keep_generated(self, call: Call, result: Batch, state: Iteration) -> None:
+        """Keep what a generation made under the names that its keys have in the graph."""
+        for key in call.outputs:
+            made = TOKENS.name if self._graph.key(key).per is Per.TOKEN else "logprobs"
+            if made not in result.data:
                 raise RealError(
                     f"run:{call.name} on rank {self._rank}: the backend returned {sorted(result.data)}; "
-                    f"expected {key!r} too."
+                    f"expected {made!r} too."
                 )
-            state.store.put(key, result.ids, result.split(key))
+            state.store.put(key, result.ids, result.split(made))
 
     def _response_text(self, tokens: list[int]) -> str:
         end = self._tokenizer.end_token

@@ -12,34 +12,40 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_real.backend import Algorithm, ModelBackend, Streaming
 from megatron_real.data_plan import Lengths, build_transfer_plans
-from megatron_real.dataflow import Call, CallType
+from megatron_real.dataflow import SAMPLES, Call, CallType
 from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import PlanError, Problem, RealError, raise_problems
 from megatron_real.layout import rank_groups
 from megatron_real.plan import CopyKey
-from megatron_real.program import Offload, Program, Realloc, Reload, Run, Save, Side, Step, Transfer
-from megatron_real.runtime.calls import CallMetrics, CallRunner, Iteration, reporting_rank
+from megatron_real.program import Mix, Offload, Program, Realloc, Reload, Run, Save, Side, Step, Transfer
+from megatron_real.runtime.calls import CallRunner, HeldOut, Iteration, reporting_rank, spread
 from megatron_real.runtime.data_store import DataStore
+from megatron_real.runtime.dataset import DataBatch, Tokenizer
 from megatron_real.runtime.observers import Fact, Observers
 from megatron_real.runtime.plan_change import PlanChange
-from megatron_real.runtime.prompts import PromptBatch, Tokenizer
+from megatron_real.runtime.reporting import IterationMetrics, NoReporter, Reporter
 from megatron_real.runtime.transfer import DataTransfers
 
-__all__ = ["IterationMetrics", "RankExecutor", "Reporter", "RunParts"]
+__all__ = ["RankExecutor", "RunParts"]
 
 _KINDS = {
     Run: "run",
     Realloc: "realloc",
+    Mix: "realloc",
     Transfer: "transfer",
     Offload: "offload",
     Reload: "offload",
     Save: "save",
 }
 """Kinds of spans (`megatron_real.trace.SpanKind`)."""
+
+
+_EVALUATION, _BATCH = -(2**40), 2**20
+"""Where an evaluation stands in the order of an iteration: before its first instruction, one batch after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,51 +66,15 @@ class RunParts:
     resume leaves 0."""
     change: PlanChange | None = None
     """Another plan that the run goes on under."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IterationMetrics:
-    """What this rank reports of an iteration."""
-
-    batch: dict[str, float]
-    """Of the whole batch, such as ``reward``; on the reporting rank of each train call, with the same values.
-    """
-    calls: dict[str, CallMetrics]
-    """Call -> name -> number, on the reporting rank of that call."""
-    num_tokens: int = 0
-    """Tokens of all sequences of the iteration, where their lengths are known."""
-    response_lengths: tuple[int, ...] = ()
-    """Of all sequences, where they are known."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """What this rank spent in each call, waiting for others in it included."""
-
-
-class Reporter(Protocol):
-    """Takes the metrics of an iteration from the executor, before a checkpoint says that the iteration is done."""
-
-    def report(self, iteration: int, metrics: IterationMetrics) -> None:
-        """All calls have run; called once per iteration, before its save. Must not block."""
-        ...
-
-    def settle(self, iteration: int) -> None:
-        """Every rank has reported, and the save is about to be written; may wait a little, must not fail."""
-        ...
-
-
-class _NoReporter:
-    def report(self, iteration: int, metrics: IterationMetrics) -> None:
-        pass
-
-    def settle(self, iteration: int) -> None:
-        pass
+    evaluation: RankExecutor | None = None
+    """Runs the calls of an evaluation under the same plan."""
 
 
 class RankExecutor:
     """Runs the program of one rank.
 
     Raises:
-        PlanError: the graph has more than one generate call, a call before it, or an inference call without
-            exactly one output.
+        PlanError: the graph has an inference call without exactly one output.
     """
 
     def __init__(self, parts: RunParts) -> None:
@@ -116,6 +86,7 @@ class RankExecutor:
         self.transfers = parts.transfers
         self.observers = parts.observers
         self.change = parts.change
+        self.evaluation = parts.evaluation
         self._memory = parts.memory
         self._seconds: dict[str, float] = {}
         self._base_version = parts.base_version
@@ -126,15 +97,14 @@ class RankExecutor:
         self._offsets = {
             run.call: run.version_offset for run in parts.program.instructions if isinstance(run, Run)
         }
-        self._trained = {call.model for call in parts.program.graph.calls if call.trains}
         self._store = DataStore()
         self._told: Mapping[int, int] | None = None
         """Response lengths by sequence that this rank tells, from its generation until they are gathered."""
-        self._response: tuple[int, ...] | None = None
-        """Response lengths of all sequences, from their arrival until they are planned with."""
+        self._response: tuple[str, tuple[int, ...]] | None = None
+        """A set of sequences with all its response lengths, from their arrival until they are planned with."""
         self._streams: dict[str, Streaming] = {}
         """Reallocs that are under way, by name."""
-        self._reporter: Reporter = _NoReporter()
+        self._reporter: Reporter = NoReporter()
         self._calls = CallRunner(
             parts.program, parts.rank, parts.backend, parts.algorithm, parts.tokenizer, parts.transfers.device
         )
@@ -142,18 +112,20 @@ class RankExecutor:
     def run_iteration(
         self,
         iteration: int,
-        prompts: PromptBatch,
+        data: DataBatch,
         *,
         save: Path | None = None,
         reporter: Reporter | None = None,
+        num_samples: int = 0,
     ) -> IterationMetrics:
         """Run one iteration; every rank calls with the same arguments.
 
         Args:
             iteration: counted from 0 over the whole run.
-            prompts: of the iteration.
+            data: prompts, or sequences, of the iteration.
             save: where to write a checkpoint at the end; None skips the program's `Save`.
             reporter: gets what this returns, before the checkpoint is written.
+            num_samples: sequences of which the metrics have the text.
 
         Returns:
             Metrics of the calls that this rank reports.
@@ -161,17 +133,10 @@ class RankExecutor:
         Raises:
             RealError: a copy has other weights than the program asks for, or a peer did not come.
         """
-        state = Iteration(number=iteration, prompts=prompts, store=self._store)
-        self._store.clear()
-        self._seconds = {}
-        self._told = self._response = None
-        self._reporter = reporter or _NoReporter()
-        self.transfers.begin(iteration, len(prompts.records))
-        for step, kind, facts in self._steps:
-            if kind != "save":
-                self._step(step, kind, facts, state)
-        self._finish(self._streams)
-        metrics = self._metrics(state)
+        state = Iteration(number=iteration, data=data, store=self._store)
+        self._reporter = reporter or NoReporter()
+        self._walk(state)
+        metrics = self._metrics(state, num_samples)
         # A killed run resumes after its last checkpoint: the metrics up to there must be on their way.
         self._reporter.report(iteration, metrics)
         for step, kind, facts in self._steps:
@@ -179,6 +144,41 @@ class RankExecutor:
                 self._step(step, kind, facts, state, save)
         self.transfers.end_iteration()
         return metrics
+
+    def evaluate(self, number: int, data: DataBatch, held_out: HeldOut) -> tuple[Iteration, CallRunner]:
+        """Run the program of an evaluation; every rank calls with the same arguments.
+
+        Args:
+            number: iterations that the models were trained for.
+            data: held-out prompts, or sequences.
+            held_out: which of the evaluation's batches that is, and how to draw.
+
+        Returns:
+            What this rank knows afterwards, until it is called again; and what reads it.
+
+        Raises:
+            RealError: as `run_iteration`.
+        """
+        state = Iteration(
+            number=number,
+            data=data,
+            store=self._store,
+            held_out=held_out,
+            first_index=_EVALUATION + held_out.index * _BATCH,
+        )
+        self._walk(state)
+        self.transfers.end_iteration()
+        return state, self._calls
+
+    def checkpoint(self, folder: Path, iteration: int) -> None:
+        """Write a checkpoint of `iteration` iterations into `folder`.
+
+        Collective over WORLD.
+        """
+        self.transfers.fence()
+        state = self._algorithm_state()
+        self.transfers.meet()
+        self._backend.save(folder, iteration, state)
 
     def finish(self) -> None:
         """Leave nothing on its way, and the algorithm's state the same on all ranks, for an executor that follows.
@@ -189,10 +189,24 @@ class RankExecutor:
         self.algorithm.load_state_dict(self._algorithm_state())
         self.transfers.meet()
 
+    def _walk(self, state: Iteration) -> None:
+        """Do what the program says, without its `Save`."""
+        self._store.clear()
+        self._seconds = {}
+        self._told = self._response = None
+        self.transfers.begin(state.number, len(state.data.records))
+        for sequences in self.program.graph.sequence_sets:
+            if self.program.graph.generation(sequences) is None:
+                self._learn_lengths(sequences, state.data.response_lengths, state)
+        for step, kind, facts in self._steps:
+            if kind != "save" and _due(step, state.number):
+                self._step(step, kind, facts, state)
+        self._finish(self._streams)
+
     def _step(
         self, step: Step, kind: str, facts: dict[str, Fact], state: Iteration, save: Path | None = None
     ) -> None:
-        self.observers.progress.enter(state.number, step.index, step.name)
+        self.observers.progress.enter(state.number, state.first_index + step.index, step.name)
         self.observers.faults.before(state.number, step.name, step.index)
         self._finish(realloc.name for realloc in step.finish)
         if self._memory is not None:
@@ -205,22 +219,25 @@ class RankExecutor:
         if isinstance(step.instruction, Run):
             self._seconds[step.instruction.call] = time.monotonic() - began_s
         if self._told is not None and isinstance(step.instruction, Run):
-            self._response = self._gather_lengths(step.instruction, self._told, state.number)
-            self._told = None
+            told, self._told = self._told, None
+            lengths = self._gather_lengths(step.instruction, told, state.number)
+            self._response = (self._sequences(step.instruction.call), lengths)
         if self._response is not None:
             # Outside of all spans: it is the runtime's own time.
-            self._learn_lengths(self._response, state)
+            self._learn_lengths(*self._response, state)
             self._response = None
         self.observers.progress.leave()
 
-    def _metrics(self, state: Iteration) -> IterationMetrics:
-        lengths = state.lengths
+    def _metrics(self, state: Iteration, num_samples: int) -> IterationMetrics:
+        sampled = state.lengths.get(SAMPLES)
         return IterationMetrics(
             batch=state.batch_metrics,
             calls=state.call_metrics,
-            num_tokens=sum(lengths.prompt) + sum(lengths.response) if lengths is not None else 0,
-            response_lengths=lengths.response if lengths is not None else (),
+            num_tokens=sum(sum(one.prompt) + sum(one.response) for one in state.lengths.values()),
+            response_lengths=sampled.response if sampled is not None else (),
             seconds=self._seconds,
+            reward_counts=state.reward_counts,
+            samples=self._calls.samples(spread(len(state.data.records), num_samples), state),
         )
 
     def _execute(self, step: Step, state: Iteration, save: Path | None) -> dict[str, Fact]:
@@ -232,6 +249,8 @@ class RankExecutor:
                 return self._transfer(transfer, step, state)
             case Realloc() as realloc:
                 return self._realloc(realloc, state)
+            case Mix() as mix:
+                return self._mix(mix, state)
             case Offload(copy=copy, to=to, what=what):
                 self._backend.offload(copy, to, what)
             case Reload(copy=copy, source=source, what=what):
@@ -256,6 +275,8 @@ class RankExecutor:
                 self._told, tokens = self._calls.generate(call, copy, state)
             case CallType.INFERENCE:
                 self._calls.infer(call, copy, state)
+            case CallType.TRAIN if state.held_out is not None:
+                self._calls.evaluate(call, copy, state)
             case CallType.TRAIN:
                 self._calls.train(call, copy, state)
                 self._check_advanced(run, copy, state.number)
@@ -289,13 +310,23 @@ class RankExecutor:
         accounting = self._backend.realloc(realloc.source, realloc.target, version)
         return {**accounting, "bytes": accounting.get("bytes_moved", 0.0)}
 
+    def _mix(self, mix: Mix, state: Iteration) -> dict[str, Fact]:
+        old, new = (self._version(mix.target.model, 0, state.number + offset) for offset in (0, 1))
+        resides = mix.from_host and self.rank in mix.target.mesh
+        if resides:
+            self._backend.reload(mix.target, "host", "weights")
+        accounting = self._backend.mix(mix.source, mix.target, mix.update.mix, old=old, new=new)
+        if resides:
+            self._backend.offload(mix.target, "host", "weights")
+        return {**accounting, "bytes": accounting.get("bytes_moved", 0.0)}
+
     def _transfer(self, transfer: Transfer, step: Step, state: Iteration) -> dict[str, Fact]:
         if transfer.consumer is None:
+            sequences = self._sequences(transfer.producer)
             if step.side is Side.SEND:
-                assert state.lengths is not None, "the generation has run"
-                self.transfers.send_lengths(transfer, state.lengths.response)
+                self.transfers.send_lengths(transfer, state.lengths[sequences].response)
             else:
-                self._response = self.transfers.receive_lengths(step.index)
+                self._response = (sequences, self.transfers.receive_lengths(step.index))
                 return {"from": _listed(self.transfers.senders(transfer))}
             return {}
         if step.side is Side.SEND:
@@ -303,15 +334,20 @@ class RankExecutor:
         senders = _listed(self.transfers.senders(transfer))
         return {"from": senders, "bytes": self.transfers.receive(step.index, self._store)}
 
-    def _learn_lengths(self, response: tuple[int, ...], state: Iteration) -> None:
-        state.lengths = Lengths(prompt=state.prompts.prompt_lengths, response=response)
-        self._calls.assign_all(state)
-        plans = build_transfer_plans(self.program.graph, self.program.plan, state.assignments)
-        self.transfers.set_plans(state.lengths, plans)
+    def _sequences(self, call: str) -> str:
+        return self.program.graph.call(call).sequences
+
+    def _learn_lengths(self, sequences: str, response: tuple[int, ...], state: Iteration) -> None:
+        lengths = Lengths(prompt=state.data.prompt_lengths, response=response)
+        state.lengths[sequences] = lengths
+        self._calls.assign_all(sequences, state)
+        plans = build_transfer_plans(self.program.graph, self.program.plan, state.assignments, sequences)
+        self.transfers.set_plans(sequences, lengths, plans)
 
     def _version(self, model: str, offset: int, iteration: int) -> int:
         """The version that the weights of `model` must have."""
-        return self._base_version + iteration + offset if model in self._trained else 0
+        graph = self.program.whole or self.program.graph
+        return self._base_version + graph.version(model, iteration) + offset if graph.changes(model) else 0
 
     def _check_version(self, run: Run, copy: CopyKey, iteration: int) -> None:
         expected = self._version(copy.model, run.version_offset, iteration)
@@ -336,10 +372,9 @@ class RankExecutor:
 
     def _save(self, iteration: int, folder: Path) -> None:
         self.transfers.fence()
-        state = self._algorithm_state()
         self.transfers.meet()
         self._reporter.settle(iteration)
-        self._backend.save(folder, iteration + 1, state)
+        self.checkpoint(folder, iteration + 1)
 
     def _algorithm_state(self) -> dict[str, Any]:
         """The algorithm's state of a rank that prepares batches, on every rank.
@@ -361,7 +396,7 @@ class RankExecutor:
                 facts: dict[str, Fact] = {"type": str(call.type), "model": call.model}
                 joint = self._joint_ranks(call)
                 return facts if joint is None else {**facts, "joint": joint}
-            case Realloc(model=model):
+            case Realloc(model=model) | Mix(target=CopyKey(model=model)):
                 return {"model": model}
             case Offload(copy=copy) | Reload(copy=copy):
                 return {"model": copy.model}
@@ -390,13 +425,12 @@ class RankExecutor:
             for call in graph.calls
             if call.type is CallType.INFERENCE and len(call.outputs) != 1
         ]
-        order = [call.name for call in graph.ordered(self.program.plan.order)]
-        generates = [call.name for call in graph.calls if call.type is CallType.GENERATE]
-        if len(generates) != 1 or order[0] != generates[0]:
-            problems.append(
-                Problem(path="order", found=str(order), expected="exactly one generate call, and that first")
-            )
         raise_problems(problems, subject=f"graph {graph.name}", error=PlanError)
+
+
+def _due(step: Step, iteration: int) -> bool:
+    """Whether a step is made in this iteration: updates may leave some out."""
+    return not isinstance(step.instruction, Mix) or step.instruction.update.due(iteration)
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -1,8 +1,11 @@
-"""Writes the metrics of a run: one JSON line per iteration, and TensorBoard where it is installed.
+"""Writes the metrics of a run: one JSON line per iteration, TensorBoard where it is installed, and what else is wanted.
 
 A row is flat: names of the whole batch as they are (``reward``, ``kl``), those of a call behind its name
 (``actor_train/loss``). Lists with one number per optimizer step (``actor_train/steps/loss``) are in the JSON
-only. Of the responses there are statistics (``response/p99``), of the calls their seconds (``seconds/actor_gen``).
+only. Of the responses there are statistics (``response/p99``), of the calls their seconds (``seconds/actor_gen``), of
+rewards that did not come their number by reason (``rewards/missing/late``). An evaluation (``eval/reward``) stands in
+the row of the iteration before which it was made, so that a row tells of one state of the models; that after the last
+iteration has a row of its own.
 
 Invariants (tests/unit/runtime/test_metrics.py, tests/unit/runtime/test_drift.py):
     - a resumed run leaves one row per iteration, that of its last try;
@@ -18,24 +21,32 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from megatron_real.dataflow import CallType
 from megatron_real.errors import ConfigError
 from megatron_real.layout import rank_groups
 from megatron_real.program import Program
 from megatron_real.runtime.drift import DriftMonitor, Priced
+from megatron_real.runtime.rewards import reward_metrics
+from megatron_real.runtime.run_state import write_atomically
+from megatron_real.runtime.samples import SampleWriter
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 __all__ = [
+    "EVALUATION",
     "RESPONSE",
+    "REWARDS",
+    "SAMPLES",
     "SECONDS",
     "IterationRecorder",
     "MetricsWriter",
+    "Tracker",
     "fold",
     "flatten",
+    "goal_value",
     "meetings",
     "quantile",
     "read_metrics",
@@ -47,6 +58,12 @@ RESPONSE = "response"
 """Under this name the generating ranks tell ``lengths``, of all responses of an iteration."""
 SECONDS = "seconds"
 """Under this name every rank tells what it spent in its calls: ``actor_gen/3`` is rank 3's."""
+REWARDS = "rewards"
+"""Under this name ranks that call reward functions tell what happened: ``3`` is what rank 3 counted."""
+SAMPLES = "samples"
+"""Under this name ranks tell sequences to read: see `SampleWriter`."""
+EVALUATION = "eval"
+"""Under this name rank 0 tells the numbers of an evaluation; its samples and rewards stand behind it."""
 
 _KEPT_LENGTHS = 8192
 
@@ -85,6 +102,9 @@ def fold(
             "p99": quantile(lengths, 0.99),
             "max": max(lengths),
         }
+    for name in (REWARDS, f"{EVALUATION}/{REWARDS}"):
+        if name in result:
+            result[name] = reward_metrics(result[name].values())
     told = result.pop(SECONDS, {})
     if told:
         spent = {
@@ -118,6 +138,13 @@ def flatten(metrics: Mapping[str | None, Mapping[str, Any]]) -> dict[str, Any]:
     return row
 
 
+def goal_value(row: Mapping[str, Any], metric: str) -> float | None:
+    """A metric of a flat row: the batch's, or else the one that a call reports; None where it is not."""
+    names = (name for name in row if name.count("/") == 1 and not name.startswith(f"{EVALUATION}/"))
+    name = metric if metric in row else next((n for n in names if n.endswith(f"/{metric}")), None)
+    return None if name is None else float(row[name])
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All rows of a metrics file, in order; a last line that is cut off is ignored.
 
@@ -141,6 +168,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+class Tracker(Protocol):
+    """Where else rows go (`megatron_real.runtime.wandb_tracker`)."""
+
+    def log(self, row: Mapping[str, float]) -> None:
+        """The numbers of a row, ``iteration`` among them."""
+        ...
+
+    def close(self) -> None:
+        """The run has ended."""
+        ...
+
+
 class MetricsWriter:
     """Writes ``metrics.jsonl`` and TensorBoard events into a folder. One process per run has one.
 
@@ -149,9 +188,17 @@ class MetricsWriter:
         first_iteration: rows of this iteration and later ones, which a run wrote that is now resumed, are
             dropped.
         tensorboard: write events as well.
+        trackers: get each row as well.
     """
 
-    def __init__(self, folder: Path, *, first_iteration: int = 0, tensorboard: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        first_iteration: int = 0,
+        tensorboard: bool = True,
+        trackers: Sequence[Tracker] = (),
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         kept = (
@@ -159,10 +206,10 @@ class MetricsWriter:
             if self.path.exists()
             else []
         )
-        self._file = self.path.open("w", buffering=1, encoding="utf-8")
-        for row in kept:
-            self._file.write(json.dumps(row) + "\n")
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = self.path.open("a", buffering=1, encoding="utf-8")
         self._events = _open_events(folder / "tensorboard", first_iteration) if tensorboard else None
+        self._trackers = tuple(trackers)
 
     def write(self, iteration: int, metrics: Mapping[str | None, Mapping[str, Any]]) -> dict[str, Any]:
         """Write one iteration's metrics by call.
@@ -172,10 +219,13 @@ class MetricsWriter:
         """
         row = {"iteration": iteration, **flatten(metrics)}
         self._file.write(json.dumps(row) + "\n")
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
         if self._events is not None:
-            for name, value in row.items():
-                if name != "iteration" and isinstance(value, (int, float)):
+            for name, value in numbers.items():
+                if name != "iteration":
                     self._events.add_scalar(name, value, iteration)
+        for tracker in self._trackers:
+            tracker.log(numbers)
         return row
 
     def close(self) -> None:
@@ -183,6 +233,8 @@ class MetricsWriter:
         self._file.close()
         if self._events is not None:
             self._events.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -201,12 +253,19 @@ class IterationRecorder:
         writer: of the run.
         program: that the run executes.
         later: other programs that it executes, by their first iteration.
+        samples: takes the sequences to read; None drops them.
     """
 
     def __init__(
-        self, writer: MetricsWriter, program: Program, *, later: Mapping[int, Program] | None = None
+        self,
+        writer: MetricsWriter,
+        program: Program,
+        *,
+        later: Mapping[int, Program] | None = None,
+        samples: SampleWriter | None = None,
     ) -> None:
         self._writer = writer
+        self._samples = samples
         self._later = dict(later or {})
         self._lengths: deque[int] = deque(maxlen=_KEPT_LENGTHS)
         self._follow(program)
@@ -220,11 +279,17 @@ class IterationRecorder:
         """An iteration is complete; they come in order."""
         for first in sorted(first for first in self._later if first <= iteration):
             self._follow(self._later.pop(first))
-        lengths = metrics.get(RESPONSE, {}).get("lengths", ())
+        told = {
+            name: values for name, values in metrics.items() if name is None or not name.endswith(SAMPLES)
+        }
+        if self._samples is not None:
+            self._samples.write(iteration, "evaluation", metrics.get(f"{EVALUATION}/{SAMPLES}", {}))
+            self._samples.write(iteration, "training", metrics.get(SAMPLES, {}))
+        lengths = told.get(RESPONSE, {}).get("lengths", ())
         self._lengths.extend(lengths)
-        folded = fold(metrics, self._together)
+        folded = fold(told, self._together)
         self._writer.write(iteration, folded)
-        if self._monitor is None:
+        if self._monitor is None or SECONDS not in told:
             return
         notices = self._monitor.observe(lengths, folded.get(SECONDS, {}))
         for notice in notices:
@@ -236,6 +301,8 @@ class IterationRecorder:
         """Write what is left, and close the writer."""
         self._write_lengths()
         self._writer.close()
+        if self._samples is not None:
+            self._samples.close()
 
     def _write_lengths(self) -> None:
         if self._lengths:

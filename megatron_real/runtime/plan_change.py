@@ -42,7 +42,8 @@ def executor_for(executor: RankExecutor, iteration: int) -> RankExecutor:
     change = executor.change
     if change is None or iteration < change.iteration:
         return executor
-    executor.observers.progress.enter(iteration, -1, "change of plan")
+    # An evaluation may follow, and stands before the iteration's first instruction too.
+    executor.observers.progress.enter(iteration, -(2**50), "change of plan")
     with executor.observers.tracer.span("change of plan", "other", iteration):
         executor.finish()
         follower = change.make()

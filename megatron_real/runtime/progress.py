@@ -42,7 +42,8 @@ class Position:
         if self.iteration < 0:
             return "before the first instruction"
         if not self.name:
-            return f"iteration {self.iteration}, after instruction {self.index}"
+            after = f"after instruction {self.index}" if self.index >= 0 else "before its first instruction"
+            return f"iteration {self.iteration}, {after}"
         return f"iteration {self.iteration}, {self.name}"
 
     def to_json(self) -> dict[str, Any]:

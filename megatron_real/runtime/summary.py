@@ -1,8 +1,8 @@
-"""What a run amounts to: reward at start and end, and where the time went. Pure functions of spans and metrics.
+"""What a run amounts to: its goal at start and end, and where the time went. Pure functions of spans and metrics.
 
 Times per iteration are over the whole run, its first iteration included. ``wait`` is what
 `trace.attribute_waits` finds. A rank's time is from the start of its first span to the end of its last;
-checkpoints (``save``) are told apart and count in no share.
+checkpoints (``save``) and evaluations are told apart and count in no share.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_real.trace import Span, SpanKind, attribute_waits
+from megatron_real.backend import Goal
+from megatron_real.runtime.metrics import EVALUATION, goal_value
+from megatron_real.trace import EVALUATION_SPAN, Span, SpanKind, attribute_waits
 
 __all__ = ["concurrent_s", "summarize"]
 
@@ -23,12 +25,16 @@ _WINDOW = 5
 _Interval = tuple[float, float]
 
 
-def summarize(spans: Iterable[Span], metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize(
+    spans: Iterable[Span], metrics: Sequence[Mapping[str, Any]], goal: Goal | None = None
+) -> dict[str, Any]:
     """Summarize a run.
 
     Args:
         spans: of all ranks, as measured (or simulated).
-        metrics: a row per iteration, in order, with ``reward`` and, where there is a critic, ``explained_variance``.
+        metrics: a row per iteration, in order, with the goal and, where there is a critic, ``explained_variance``; and
+            what evaluations found.
+        goal: of the algorithm; None is ``reward``.
 
     Returns:
         The content of ``summary.json``; a number that the input does not tell is None. Some need words:
@@ -40,16 +46,25 @@ def summarize(spans: Iterable[Span], metrics: Sequence[Mapping[str, Any]]) -> di
         - ``wait_share`` and the other shares: of all ranks' time;
         - ``runtime_share``: rank time in no instruction and no wait, such as planning;
         - ``peak_memory_bytes``: by rank, the most device memory that it had booked at once in an instruction;
-        - ``reward_standard_error``: of ``reward_last - reward_first``, from the variance of the iterations' means.
+        - ``goal_first``, ``goal_last``: of training, means over a few iterations at either end;
+        - ``goal_standard_error``: of ``goal_last - goal_first``, from the variance of the iterations' means;
+        - ``eval_first``, ``eval_last``, ``eval_best``: of the evaluations, where there are any; with the standard
+          errors of the first and the last one.
     """
     spans = tuple(spans)
-    return {**_rewards(metrics), **_times(attribute_waits(spans)), **_memory(spans)}
+    goal = goal or Goal(metric="reward")
+    return {
+        **_goals(metrics, goal),
+        **_evaluations(metrics, goal),
+        **_times(attribute_waits(spans)),
+        **_memory(spans),
+    }
 
 
-def _rewards(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    rewards = [float(row["reward"]) for row in metrics if "reward" in row]
-    window = min(_WINDOW, len(rewards) // 2) or len(rewards)
-    first, last = rewards[:window], rewards[-window:]
+def _goals(metrics: Sequence[Mapping[str, Any]], goal: Goal) -> dict[str, Any]:
+    found = [value for row in metrics if (value := goal_value(row, goal.metric)) is not None]
+    window = min(_WINDOW, len(found) // 2) or len(found)
+    first, last = found[:window], found[-window:]
     error = None
     if window > 1:
         error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / window)
@@ -57,11 +72,32 @@ def _rewards(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         -_WINDOW:
     ]
     return {
-        "iterations": len(metrics),
-        "reward_first": statistics.fmean(first) if first else None,
-        "reward_last": statistics.fmean(last) if last else None,
-        "reward_standard_error": error,
+        "iterations": sum(any(_trained(name) for name in row) for row in metrics),
+        "goal": goal.metric,
+        "goal_first": statistics.fmean(first) if first else None,
+        "goal_last": statistics.fmean(last) if last else None,
+        "goal_standard_error": error,
         "explained_variance": statistics.fmean(explained) if explained else None,
+    }
+
+
+def _trained(name: str) -> bool:
+    """Whether a metric is of training, and not of an evaluation."""
+    return name != "iteration" and not name.startswith(f"{EVALUATION}/")
+
+
+def _evaluations(metrics: Sequence[Mapping[str, Any]], goal: Goal) -> dict[str, Any]:
+    name = f"{EVALUATION}/{goal.metric}"
+    rows = [row for row in metrics if name in row]
+    if not rows:
+        return {}
+    better = max if goal.higher_is_better else min
+    return {
+        "eval_first": rows[0][name],
+        "eval_first_error": rows[0].get(f"{name}_error"),
+        "eval_last": rows[-1][name],
+        "eval_last_error": rows[-1].get(f"{name}_error"),
+        "eval_best": better(row[name] for row in rows),
     }
 
 
@@ -77,10 +113,14 @@ def _memory(spans: Sequence[Span]) -> dict[str, Any]:
 def _times(spans: Sequence[Span]) -> dict[str, Any]:
     if not spans:
         return {}
-    iterations = len({span.iteration for span in spans})
-    saved_s = _seconds_by_rank(spans, SpanKind.SAVE)
+    evaluated = [span for span in spans if span.name == EVALUATION_SPAN]
+    iterations = len({span.iteration for span in spans if span.name != EVALUATION_SPAN}) or 1
+    saved_s, evaluated_s = _seconds_by_rank(spans, SpanKind.SAVE), _seconds_by_rank(evaluated, SpanKind.OTHER)
     lifetime_s = {
-        rank: max(span.end_s for span in mine) - min(span.start_s for span in mine) - saved_s.get(rank, 0.0)
+        rank: max(span.end_s for span in mine)
+        - min(span.start_s for span in mine)
+        - saved_s.get(rank, 0.0)
+        - evaluated_s.get(rank, 0.0)
         for rank, mine in _by_rank(spans).items()
     }
     total_s = sum(lifetime_s.values()) or math.inf
@@ -97,7 +137,8 @@ def _times(spans: Sequence[Span]) -> dict[str, Any]:
     run_s = max(span.end_s for span in spans) - min(span.start_s for span in spans)
     return {
         "ranks": len(lifetime_s),
-        "iteration_s": (run_s - max(saved_s.values(), default=0.0)) / iterations,
+        "iteration_s": (run_s - sum(max(each.values(), default=0.0) for each in (saved_s, evaluated_s)))
+        / iterations,
         "concurrent_s_per_iteration": concurrent_s(together) / iterations,
         "shorter_train_s": min(
             (_length(_extents(mine, inner=False)) / iterations for mine in trains.values()), default=0.0
@@ -106,6 +147,7 @@ def _times(spans: Sequence[Span]) -> dict[str, Any]:
         "transfer_s_per_iteration": busiest[SpanKind.TRANSFER],
         "offload_s_per_iteration": busiest[SpanKind.OFFLOAD],
         "save_s": max(saved_s.values(), default=0.0),
+        "evaluation_s": max(evaluated_s.values(), default=0.0),
         "run_share": shares[SpanKind.RUN],
         "realloc_share": shares[SpanKind.REALLOC],
         "transfer_share": shares[SpanKind.TRANSFER],

@@ -1,4 +1,4 @@
-"""The loop over iterations, on every rank: run, report, save every so often, stop.
+"""The loop over iterations, on every rank: evaluate, run, report, save every so often, stop.
 
 An iteration is reported before its checkpoint is written, so that a run which is killed and resumed has the
 metrics of every iteration; the reported duration is without the checkpoint.
@@ -14,47 +14,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from megatron_real.dataflow import CallType
 from megatron_real.errors import ConfigError
-from megatron_real.runtime.executor import IterationMetrics, RankExecutor
-from megatron_real.runtime.metrics import RESPONSE, SECONDS
+from megatron_real.runtime.dataset import Dataset
+from megatron_real.runtime.evaluation import Evaluator
+from megatron_real.runtime.executor import RankExecutor
 from megatron_real.runtime.plan_change import executor_for
-from megatron_real.runtime.prompts import Prompts
+from megatron_real.runtime.reporting import MetricsSink, NoMetrics, SinkReporter
 
-__all__ = ["MetricsSink", "NoMetrics", "TrainConfig", "TrainResult", "train"]
+__all__ = ["TrainConfig", "TrainResult", "train"]
 
 logger = logging.getLogger(__name__)
-
-
-class MetricsSink(Protocol):
-    """Takes what this rank reports (`megatron_real.runtime.master.MetricsPublisher`)."""
-
-    def publish(self, iteration: int, call: str | None, values: Mapping[str, Any]) -> None:
-        """Metrics of a call, or (None) of the whole batch. Must not block."""
-        ...
-
-    def end_iteration(self, iteration: int) -> None:
-        """This rank has published all of this iteration. Must not block."""
-        ...
-
-    def wait_written(self, iteration: int) -> object:
-        """Every rank has ended this iteration: wait a little until its metrics are on disk. Must not fail."""
-        ...
-
-
-class NoMetrics:
-    """A `MetricsSink` that keeps nothing."""
-
-    def publish(self, iteration: int, call: str | None, values: Mapping[str, Any]) -> None:
-        pass
-
-    def end_iteration(self, iteration: int) -> None:
-        pass
-
-    def wait_written(self, iteration: int) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +40,18 @@ class TrainConfig:
     """Iterations of the whole run, those before a resume included."""
     first_iteration: int = 0
     """Where a resumed run goes on: the iteration of its checkpoint."""
+    state: Mapping[str, Any] | None = None
+    """Of the algorithm, from that checkpoint."""
     save_folder: Path | None = None
     """None saves nothing."""
     save_every: int = 0
     """Iterations between checkpoints; 0 saves at the end only. The last iteration is always saved."""
     time_limit_s: float | None = None
     """After this time the run stops at its next checkpoint; needs `save_every`."""
+    samples_every: int = 0
+    """Iterations from one to the next of which some sequences are written for people to read; 0 writes none."""
+    num_samples: int = 0
+    """How many of them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.first_iteration <= self.num_iterations:
@@ -94,6 +71,10 @@ class TrainConfig:
                 "train: found time_limit_s without save_every; a run stops at a checkpoint, so set both."
             )
 
+    def samples_of(self, iteration: int) -> int:
+        """How many sequences of this iteration are written for people to read."""
+        return self.num_samples if self.samples_every and iteration % self.samples_every == 0 else 0
+
     def saves_after(self, iteration: int) -> bool:
         """Whether a checkpoint is written at the end of this iteration."""
         if self.save_folder is None:
@@ -112,46 +93,13 @@ class TrainResult:
     duration_s: float
 
 
-@dataclass(slots=True, kw_only=True)
-class _Reporter:
-    """Publishes what the executor reports (`executor.Reporter`)."""
-
-    sink: MetricsSink
-    rank: int
-    clock: Callable[[], float]
-    tells_lengths: bool = False
-    """One rank tells the lengths of the responses: the first of the generating ones."""
-    start_s: float = 0.0
-    """When the iteration began."""
-
-    def report(self, iteration: int, metrics: IterationMetrics) -> None:
-        if metrics.batch:
-            self.sink.publish(iteration, None, metrics.batch)
-        for call, values in metrics.calls.items():
-            self.sink.publish(iteration, call, values)
-        if self.tells_lengths:
-            self.sink.publish(iteration, RESPONSE, {"lengths": metrics.response_lengths})
-        if metrics.seconds:
-            self.sink.publish(
-                iteration, SECONDS, {f"{call}/{self.rank}": value for call, value in metrics.seconds.items()}
-            )
-        if self.rank == 0:
-            timing = {"duration_s": self.clock() - self.start_s, "tokens": metrics.num_tokens}
-            self.sink.publish(iteration, "iteration", timing)
-        self.sink.end_iteration(iteration)
-
-    def settle(self, iteration: int) -> None:
-        if self.rank == 0:
-            self.sink.wait_written(iteration)
-
-
 def train(
     config: TrainConfig,
     executor: RankExecutor,
-    prompts: Prompts,
+    data: Dataset,
     metrics: MetricsSink | None = None,
     *,
-    state: Mapping[str, Any] | None = None,
+    evaluator: Evaluator | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TrainResult:
     """Run iterations `first_iteration` to `num_iterations`; every rank calls with the same arguments.
@@ -161,26 +109,34 @@ def train(
     Args:
         config: how long, and when to save.
         executor: of this rank.
-        prompts: of the run.
+        data: of the run.
         metrics: gets what this rank reports.
-        state: of the algorithm, from a checkpoint.
+        evaluator: makes the evaluations, with the executors' `RankExecutor.evaluation`; None makes none.
         clock: seconds, for the time limit.
 
     Raises:
         RealError: as `RankExecutor.run_iteration`.
     """
-    reporter = _Reporter(sink=metrics or NoMetrics(), rank=executor.rank, clock=clock)
+    reporter = SinkReporter(sink=metrics or NoMetrics(), rank=executor.rank, clock=clock)
     began_s = clock()
-    if state is not None:
-        executor.algorithm.load_state_dict(state)
+    if config.state is not None:
+        executor.algorithm.load_state_dict(config.state)
     stopped = False
     iteration = config.first_iteration
     while iteration < config.num_iterations and not stopped:
-        reporter.start_s = clock()
         executor = executor_for(executor, iteration)
+        if evaluator is not None:
+            evaluator.before(iteration, executor, reporter)
+        reporter.start_s = clock()
         reporter.tells_lengths = _tells_lengths(executor)
         save = config.save_folder if config.saves_after(iteration) else None
-        executor.run_iteration(iteration, prompts.batch(iteration), save=save, reporter=reporter)
+        executor.run_iteration(
+            iteration,
+            data.batch(iteration),
+            save=save,
+            reporter=reporter,
+            num_samples=config.samples_of(iteration),
+        )
         if save is not None:
             if executor.rank == 0:
                 logger.info("iteration %d: checkpoint written to %s", iteration + 1, save)
@@ -188,6 +144,9 @@ def train(
                 executor, clock() - began_s, config.time_limit_s
             )
         iteration += 1
+    if evaluator is not None and iteration == config.num_iterations:
+        evaluator.before(iteration, executor, reporter)
+        reporter.sink.end_iteration(iteration)
     executor.transfers.fence()
     return TrainResult(
         next_iteration=iteration,
@@ -198,8 +157,8 @@ def train(
 
 def _tells_lengths(executor: RankExecutor) -> bool:
     program = executor.program
-    generation = next(call for call in program.graph.calls if call.type is CallType.GENERATE)
-    return executor.rank == program.plan.calls[generation.name].mesh.start
+    generation = program.graph.generation()
+    return generation is not None and executor.rank == program.plan.calls[generation.name].mesh.start
 
 
 def _is_over(executor: RankExecutor, elapsed_s: float, limit_s: float) -> bool:

@@ -10,6 +10,8 @@ order:
 - A receiver waits in the order of its *consumers*, which may be another one. Before it waits for the transfer
   with index k it therefore posts the receives of all its transfers up to k that are not posted yet, in the
   order of their indices.
+- Each set of sequences has groups of its own, on which this order holds: how large its messages are is known
+  when its lengths are, and one generation need not wait for another's.
 
 Why nothing deadlocks: posting never blocks, so a rank can only stand in a collective of a call or realloc, in
 the wait for a message, or in a fence. Of all instructions that some rank has not finished, take the first in
@@ -26,6 +28,7 @@ Nothing runs on WORLD, on which Megatron's pipeline schedule exchanges messages 
 from __future__ import annotations
 
 import datetime
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,15 +55,20 @@ class TransferGroups:
     group.
     """
 
-    ascending: dist.ProcessGroup
-    """Over all ranks, for messages to a higher rank, and for the words of a fence."""
-    descending: dist.ProcessGroup
-    """Over all ranks, for messages to a lower rank."""
+    ascending: Mapping[str, dist.ProcessGroup]
+    """By set of sequences, over all ranks, for messages to a higher rank."""
+    descending: Mapping[str, dist.ProcessGroup]
+    """By set of sequences, over all ranks, for messages to a lower rank."""
     meshes: Mapping[Mesh, dist.ProcessGroup] = field(default_factory=dict)
     """The group of each generating mesh, for the lengths of its responses."""
 
-    def toward(self, src: int, dst: int) -> dist.ProcessGroup:
-        return self.ascending if src < dst else self.descending
+    def toward(self, src: int, dst: int, sequences: str) -> dist.ProcessGroup:
+        return (self.ascending if src < dst else self.descending)[sequences]
+
+    @property
+    def fence(self) -> dist.ProcessGroup:
+        """Over all ranks, for the words of a fence."""
+        return next(iter(self.ascending.values()))
 
 
 def acquire_groups(groups: ProcessGroups, program: Program, backend: str | None = None) -> TransferGroups:
@@ -70,10 +78,16 @@ def acquire_groups(groups: ProcessGroups, program: Program, backend: str | None 
     """
     world = range(program.world_size)
     name = backend or dist.get_backend()
-    ascending = groups.acquire(world, purpose="transfer", backend=backend)
-    descending = (
-        ascending if name == "gloo" else groups.acquire(world, purpose="transfer back", backend=backend)
-    )
+    ascending = {
+        sequences: groups.acquire(world, purpose=f"transfer of {sequences}", backend=backend)
+        for sequences in program.graph.sequence_sets
+    }
+    descending = ascending
+    if name != "gloo":
+        descending = {
+            sequences: groups.acquire(world, purpose=f"transfer back of {sequences}", backend=backend)
+            for sequences in program.graph.sequence_sets
+        }
     meshes = {
         mesh: groups.acquire(mesh.ranks, purpose="lengths", backend=backend)
         for mesh in dict.fromkeys(
@@ -121,18 +135,23 @@ class DataTransfers:
         self._rank = rank
         self._groups = groups
         self._timeout_s = timeout_s
-        self._incoming = tuple(
-            (index, instruction)
-            for index, instruction in enumerate(program.instructions)
-            if isinstance(instruction, Transfer) and rank in instruction.targets
-        )
+        self._incoming: dict[str, list[tuple[int, Transfer]]] = {}
+        """By set of sequences: the transfers to this rank with their indices, in order."""
+        for index, instruction in enumerate(program.instructions):
+            if isinstance(instruction, Transfer) and rank in instruction.targets:
+                self._incoming.setdefault(self._sequences(instruction), []).append((index, instruction))
         self._sent: list[_Posted] = []
         self._posted: dict[int, list[_Posted]] = {}
-        self._next = 0
+        self._unposted: dict[str, deque[tuple[int, Transfer]]] = {}
+        """Of `_incoming`, in this iteration."""
         self._iteration = -1
         self._num_sequences = 0
-        self._lengths: Lengths | None = None
-        self._plans: Mapping[tuple[str, str], TransferPlan] = {}
+        self._lengths: dict[str, Lengths] = {}
+        self._plans: dict[tuple[str, str], TransferPlan] = {}
+
+    def _sequences(self, transfer: Transfer) -> str:
+        """The set of sequences that a transfer brings data of."""
+        return self._program.graph.call(transfer.producer).sequences
 
     def connect(self) -> None:
         """Let every pair of ranks exchange a byte, in one order.
@@ -144,23 +163,26 @@ class DataTransfers:
         for low in range(self._program.world_size):
             for high in range(low + 1, self._program.world_size):
                 if self._rank in (low, high):
-                    for src, dst in ((low, high), (high, low)):
-                        posted = self._post(src, dst, byte.clone(), "connect")
-                        self._wait(posted)
+                    for sequences in self._groups.ascending:
+                        for pair in ((low, high), (high, low)):
+                            group = self._groups.toward(*pair, sequences)
+                            self._wait(self._post_on(group, pair, byte.clone(), "connect"))
 
     def begin(self, iteration: int, num_sequences: int) -> None:
         """Start an iteration of `num_sequences` sequences."""
         self._iteration = iteration
         self._num_sequences = num_sequences
-        self._lengths = None
-        self._plans = {}
-        self._next = 0
+        self._lengths.clear()
+        self._plans.clear()
+        self._unposted = {name: deque(transfers) for name, transfers in self._incoming.items()}
         self._posted.clear()
 
-    def set_plans(self, lengths: Lengths, plans: Mapping[tuple[str, str], TransferPlan]) -> None:
-        """The transfer plans of the iteration, known once the lengths are."""
-        self._lengths = lengths
-        self._plans = plans
+    def set_plans(
+        self, sequences: str, lengths: Lengths, plans: Mapping[tuple[str, str], TransferPlan]
+    ) -> None:
+        """The transfer plans of a set of sequences in this iteration, known once its lengths are."""
+        self._lengths[sequences] = lengths
+        self._plans.update(plans)
 
     def gather_lengths(self, mesh: Mesh, mine: Mapping[int, int]) -> tuple[int, ...]:
         """Response lengths of all sequences, from what each rank of the generating mesh knows.
@@ -187,7 +209,7 @@ class DataTransfers:
         for target in transfer.targets:
             if mesh.start + target % mesh.size == self._rank:
                 flat = torch.tensor(response, dtype=torch.int64, device=self._payload_device)
-                self._sent.append(self._post(self._rank, target, flat, transfer.name))
+                self._sent.append(self._post(self._rank, target, flat, transfer))
 
     def senders(self, transfer: Transfer) -> tuple[int, ...]:
         """Ranks with a message of `transfer` to this one; of the lengths at once, else once they are known."""
@@ -211,7 +233,7 @@ class DataTransfers:
         lengths, total = self._known_lengths(transfer), 0
         for message in self._plan(transfer).sends(self._rank):
             flat = pack(message, self._program.graph, lengths, store, self._payload_device)
-            self._sent.append(self._post(self._rank, message.dst, flat, transfer.name))
+            self._sent.append(self._post(self._rank, message.dst, flat, transfer))
             total += flat.numel()
         return total
 
@@ -228,10 +250,11 @@ class DataTransfers:
         total = 0
         for posted in self._posted.pop(index):
             self._wait(posted)
-            assert self._lengths is not None, "data is received after the lengths"
             assert posted.message is not None, "only the lengths come without a message"
             flat = posted.buffer.to(self.device)
-            unpack(flat, posted.message, self._program.graph, self._lengths, store)
+            transfer = self._program.instructions[index]
+            assert isinstance(transfer, Transfer), "the index is a transfer's"
+            unpack(flat, posted.message, self._program.graph, self._known_lengths(transfer), store)
             total += flat.numel()
         return total
 
@@ -241,7 +264,7 @@ class DataTransfers:
         So a rank holds the buffers of two iterations at most. gloo does not say that a send is done unless
         one waits for it.
         """
-        assert self._next == len(self._incoming), "every receive is posted in its iteration"
+        assert not any(self._unposted.values()), "every receive is posted in its iteration"
         assert not self._posted, "every message is received in its iteration"
         for posted in self._sent:
             if posted.iteration < self._iteration:
@@ -268,9 +291,23 @@ class DataTransfers:
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=self._payload_device)
         with self._peer_errors("fence", None):
-            work = dist.all_reduce(byte, group=self._groups.ascending, async_op=True)
+            work = dist.all_reduce(byte, group=self._groups.fence, async_op=True)
             work.wait(datetime.timedelta(seconds=self._timeout_s))
             int(byte)  # NCCL's wait is one of the stream only
+
+    def gather_numbers(self, mine: Mapping[int, float], count: int) -> tuple[float, ...]:
+        """Numbers 0 to `count` - 1, each told by one rank, on every rank; they may be NaN. Only at a fence.
+
+        Collective over WORLD's ranks.
+        """
+        flat = torch.zeros(count, dtype=torch.float64)
+        if mine:
+            flat[torch.tensor(list(mine))] = torch.tensor(list(mine.values()), dtype=torch.float64)
+        flat = flat.to(self._payload_device)
+        with self._peer_errors("fence", None):
+            work = dist.all_reduce(flat, group=self._groups.fence, async_op=True)
+            work.wait(datetime.timedelta(seconds=self._timeout_s))
+        return tuple(flat.tolist())
 
     def broadcast_bytes(self, payload: bytes, src: int) -> bytes:
         """What rank `src` gives, on every rank. Only at a fence.
@@ -287,16 +324,18 @@ class DataTransfers:
 
     def _broadcast(self, tensor: torch.Tensor, src: int) -> None:
         with self._peer_errors("fence", src):
-            work = dist.broadcast(tensor, src, group=self._groups.ascending, async_op=True)
+            work = dist.broadcast(tensor, src, group=self._groups.fence, async_op=True)
             work.wait(datetime.timedelta(seconds=self._timeout_s))
 
     def _post_receives(self, index: int) -> None:
-        """Post, in order, the receives of all transfers up to `index` that are not posted yet."""
-        while self._next < len(self._incoming) and self._incoming[self._next][0] <= index:
-            at, transfer = self._incoming[self._next]
-            self._next += 1
+        """Post, in order, the receives of all transfers of these sequences up to `index` that are not posted yet."""
+        transfer = self._program.instructions[index]
+        assert isinstance(transfer, Transfer), "the index is a transfer's"
+        unposted = self._unposted[self._sequences(transfer)]
+        while unposted and unposted[0][0] <= index:
+            at, transfer = unposted.popleft()
             self._posted[at] = [
-                self._post(src, self._rank, buffer, transfer.name, message)
+                self._post(src, self._rank, buffer, transfer, message)
                 for src, buffer, message in self._expected(transfer)
             ]
 
@@ -327,19 +366,34 @@ class DataTransfers:
         return self._plans[transfer.producer, transfer.consumer]
 
     def _known_lengths(self, transfer: Transfer) -> Lengths:
-        if self._lengths is None:
+        lengths = self._lengths.get(self._sequences(transfer))
+        if lengths is None:
             raise RealError(
-                f"{transfer.name} on rank {self._rank}: the lengths of the responses are not known yet; "
-                "expected the "
-                "generation, or its lengths, to come first in the program. Put the generate call first in "
-                "`order`."
+                f"{transfer.name} on rank {self._rank}: the lengths of the responses are not known yet; expected the "
+                "generation, or its lengths, to come first in the program."
             )
-        return self._lengths
+        return lengths
 
     def _post(
-        self, src: int, dst: int, buffer: torch.Tensor, name: str, message: Message | None = None
+        self, src: int, dst: int, buffer: torch.Tensor, transfer: Transfer, message: Message | None = None
     ) -> _Posted:
-        group = self._groups.toward(src, dst)
+        return self._post_on(
+            self._groups.toward(src, dst, self._sequences(transfer)),
+            (src, dst),
+            buffer,
+            transfer.name,
+            message,
+        )
+
+    def _post_on(
+        self,
+        group: dist.ProcessGroup,
+        pair: tuple[int, int],
+        buffer: torch.Tensor,
+        name: str,
+        message: Message | None = None,
+    ) -> _Posted:
+        src, dst = pair
         peer = dst if src == self._rank else src
         with self._peer_errors(name, peer):
             work = (

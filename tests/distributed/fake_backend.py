@@ -17,12 +17,13 @@ import torch
 
 from megatron_real.backend import Head, Minibatch, Minibatching, Objective, Sampling
 from megatron_real.batch import Batch
-from megatron_real.dataflow import Call, CallType, Graph, Input, KeySpec, Per, Scope
+from megatron_real.dataflow import SAMPLES, Call, CallType, Graph, Input, KeySpec, Per, Scope
 from megatron_real.plan import CopyKey, Plan
 from megatron_real.process_groups import default_store
-from megatron_real.runtime.prompts import PromptBatch, Record
+from megatron_real.runtime.dataset import TOKENS, DataBatch, Record
 
 VOCAB_SIZE = 251
+ADVANTAGES = KeySpec(name="advantages", per=Per.RESPONSE, dtype="float32")
 
 
 def ppo_like_graph(*, reward_model: bool) -> Graph:
@@ -65,40 +66,74 @@ def expected(key: str, iteration: int, sequence: int, count: int) -> torch.Tenso
     """The values of one sequence. Whole numbers below 2**24, so they are exact in float32 too."""
     base = zlib.crc32(f"{key}/{iteration}/{sequence}".encode()) % 9_000_000
     values = base + 17 * torch.arange(count, dtype=torch.int64)
-    return values % VOCAB_SIZE if key == "tokens" else values.float()
+    return values % VOCAB_SIZE if key.endswith("tokens") else values.float()
 
 
 def prompt_length(iteration: int, sequence: int) -> int:
     return 1 + zlib.crc32(f"prompt/{iteration}/{sequence}".encode()) % 9
 
 
-def response_length(iteration: int, sequence: int) -> int:
-    return 1 + zlib.crc32(f"response/{iteration}/{sequence}".encode()) % 40
+def response_length(iteration: int, sequence: int, sequences: str = SAMPLES) -> int:
+    return 1 + zlib.crc32(f"response/{sequences}/{iteration}/{sequence}".encode()) % 40
 
 
-def prompts_of(iteration: int, count: int) -> PromptBatch:
-    """The prompts of an iteration; their tokens are the first ones of the expected sequences."""
+def prompts_of(iteration: int, count: int, *, answers: bool = False) -> DataBatch:
+    """The prompts of an iteration; their tokens are the first ones of the expected sequences.
+
+    With `answers` the data set has the whole sequences.
+    """
     records = []
     for sequence in range(count):
-        tokens = expected("tokens", iteration, sequence, prompt_length(iteration, sequence)).tolist()
-        records.append(Record(text=f"prompt {sequence}", tokens=tuple(tokens), columns={"number": sequence}))
-    return PromptBatch(records=tuple(records))
+        prompt, response = prompt_length(iteration, sequence), response_length(iteration, sequence)
+        tokens = expected("tokens", iteration, sequence, prompt + response).tolist()
+        records.append(
+            Record(
+                text=f"prompt {sequence}",
+                tokens=tuple(tokens[:prompt]),
+                response=tuple(tokens[prompt:]) if answers else (),
+                columns={"number": sequence},
+            )
+        )
+    return DataBatch(records=tuple(records))
 
 
-def check(batch: Batch, iteration: int, keys: Sequence[str], where: str) -> int:
-    """Compare `keys` of a batch with what they must be; returns how many values were compared."""
+def check(batch: Batch, iteration: int, keys: Mapping[str, KeySpec], where: str) -> int:
+    """Compare data of a batch (by name there: what it is) with what it must be; how many values were compared."""
     assert set(keys) <= set(batch.data), f"{where}: has {sorted(batch.data)}, needs {sorted(keys)}"
     compared = 0
-    for key in keys:
-        for sequence, values in zip(batch.ids, batch.split(key), strict=True):
-            prompt, response = prompt_length(iteration, sequence), response_length(iteration, sequence)
-            count = {Per.TOKEN: prompt + response, Per.RESPONSE: response, Per.SEQUENCE: 1}[
-                batch.keys[key].per
-            ]
-            right = expected(key, iteration, sequence, count)
-            assert torch.equal(values, right), f"{where}: {key} of sequence {sequence}: {values} != {right}"
+    for name, spec in keys.items():
+        for sequence, values in zip(batch.ids, batch.split(name), strict=True):
+            prompt = prompt_length(iteration, sequence)
+            response = response_length(iteration, sequence, spec.sequences)
+            count = {Per.TOKEN: prompt + response, Per.RESPONSE: response, Per.SEQUENCE: 1}[spec.per]
+            right = expected(spec.name, iteration, sequence, count)
+            assert torch.equal(values, right), f"{where}: {spec.name} of {sequence}: {values} != {right}"
             compared += count
     return compared
+
+
+def as_handed_over(call: Call, graph: Graph, scope: Scope | None = None) -> dict[str, KeySpec]:
+    """The inputs of a call by the name under which it gets them: tokens always as ``tokens``."""
+    specs = [graph.key(entry.key) for entry in call.inputs if scope in (None, entry.scope)]
+    found = {"tokens" if spec.per is Per.TOKEN else spec.name: spec for spec in specs}
+    if call.type is not CallType.GENERATE and scope is not Scope.FULL:
+        found.setdefault("tokens", TOKENS)
+    return found
+
+
+@dataclass
+class FakeObjective:
+    """The mean advantage of a token."""
+
+    head: Head = Head.LOGPROBS
+    per: Per = Per.RESPONSE
+    stop_above: Mapping[str, float] = field(default_factory=dict)
+
+    def loss(
+        self, outputs: Mapping[str, torch.Tensor], batch: Batch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        total = batch.data["advantages"].double().sum()
+        return total, {"twice": 2 * total}
 
 
 @dataclass
@@ -108,7 +143,9 @@ class FakeAlgorithm:
     graph: Graph
     num_minibatches: int = 2
     num_epochs: int = 2
+    unit: int = 1
     reward: Any = None
+    temperature: float = 0.5
     prepared: dict[int, int] = field(default_factory=dict)
     compared: int = 0
 
@@ -116,31 +153,32 @@ class FakeAlgorithm:
         return Sampling(max_new_tokens=40, end_token=VOCAB_SIZE, temperature=0.5)
 
     def head(self, call: Call) -> Head:
-        return {"rew_inf": Head.SCORES, "ref_inf": Head.LOGPROBS, "critic_inf": Head.VALUES}[call.name]
+        return {Per.SEQUENCE: Head.SCORES, Per.RESPONSE: Head.LOGPROBS}[self.graph.key(call.outputs[0]).per]
 
     def function(self, call: Call) -> Any:
         return self.reward
 
     def minibatching(self, call: Call) -> Minibatching:
         assert call.trains, "asked for train calls only"
-        return Minibatching(num_minibatches=self.num_minibatches, num_epochs=self.num_epochs)
+        return Minibatching(num_minibatches=self.num_minibatches, num_epochs=self.num_epochs, unit=self.unit)
 
     def prepare(self, call: Call, iteration: int, scalars: Batch) -> tuple[Batch, dict[str, float]]:
         assert scalars.ids == tuple(range(len(scalars.ids))), "all sequences, in id order"
-        self.compared += check(
-            scalars, iteration, ["logprobs", "ref_logprobs", "values", "rewards"], f"prepare {call.name}"
-        )
+        keys = as_handed_over(call, self.graph, Scope.FULL)
+        self.compared += check(scalars, iteration, keys, f"prepare {call.name}")
         self.prepared[iteration] = self.prepared.get(iteration, 0) + 1
         result = scalars.select(scalars.ids)
         parts = [
             expected("advantages", iteration, i, n)
             for i, n in zip(scalars.ids, scalars.response_lengths, strict=True)
         ]
-        result.put_list(KeySpec(name="advantages", per=Per.RESPONSE, dtype="float32"), parts)
+        result.put_list(ADVANTAGES, parts)
+        if "rewards" not in scalars.data:
+            return result, {}
         return result, {"reward": float(scalars.data["rewards"].mean())}
 
     def objective(self, call: Call) -> Objective:
-        return None  # type: ignore[return-value]  # the fake backend computes no loss
+        return FakeObjective()
 
     def state_dict(self) -> dict[str, Any]:
         return {"batches": len(self.prepared)}
@@ -216,10 +254,15 @@ class FakeBackend:
         result = Batch(
             ids=prompts.ids,
             prompt_lengths=prompts.prompt_lengths,
-            response_lengths=tuple(response_length(iteration, i) for i in prompts.ids),
+            response_lengths=tuple(response_length(iteration, i, call.sequences) for i in prompts.ids),
         )
         for key in call.outputs:
-            result.put_list(self.graph.key(key), self._right(key, result))
+            spec = (
+                TOKENS
+                if self.graph.key(key).per is Per.TOKEN
+                else KeySpec(name="logprobs", per=Per.RESPONSE, dtype="float32")
+            )
+            result.put_list(spec, self._right(key, result))
         return result
 
     def infer(
@@ -230,12 +273,12 @@ class FakeBackend:
         head: Head,
         temperature: float,
     ) -> torch.Tensor | None:
-        call = self._call_of(copy, CallType.INFERENCE)
+        call = self._call_of(copy, batch)
         assert temperature == 0.5, "the temperature of the sampling"
         assert sorted(i for part in microbatches for i in part) == list(batch.ids), (
             "micro-batches cover the shard"
         )
-        self._check(batch, call, ["tokens"])
+        self._check(batch, call, {"tokens": as_handed_over(call, self.graph)["tokens"]})
         time.sleep(self.sleep_s.get(call.name, 0.0))
         if self._stage(copy) != copy.layout.pp - 1:
             return None
@@ -249,17 +292,36 @@ class FakeBackend:
         objective: Objective,
         temperature: float,
     ) -> dict[str, float]:
-        call = self._call_of(copy, CallType.TRAIN)
+        call = next(call for call in self.graph.calls if call.model == copy.model and call.trains)
         last = self._stage(copy) == copy.layout.pp - 1
-        self._check(batch, call, ["tokens"])
-        if last:
-            self._check(batch, call, ["advantages", "logprobs"])
+        keys = as_handed_over(call, self.graph)
+        self._check(batch, call, {**keys, "advantages": ADVANTAGES} if last else {"tokens": keys["tokens"]})
         assert copy not in self.sending, f"{copy} is still sent"
         self.log.append(("train", call.name, self.iteration, batch.ids, tuple(minibatches)))
         time.sleep(self.sleep_s.get(call.name, 0.0))
         if copy.model not in self.stuck:
             self.versions[copy] += 1
         return {"loss": float(self.iteration)} if last else {}
+
+    def evaluate(
+        self, copy: CopyKey, batch: Batch, minibatch: Minibatch, objective: Objective, temperature: float
+    ) -> dict[str, float]:
+        call = next(call for call in self.graph.calls if call.model == copy.model and call.trains)
+        keys = as_handed_over(call, self.graph)
+        if self._stage(copy) != copy.layout.pp - 1:
+            self._check(batch, call, {"tokens": keys["tokens"]})
+            return {}
+        self._check(batch, call, {**keys, "advantages": ADVANTAGES})
+        # All values are known, so those of the other ranks are too.
+        lengths = tuple(response_length(self.iteration, i) for i in range(minibatch.num_sequences))
+        everything = Batch(
+            ids=tuple(range(len(lengths))), prompt_lengths=(1,) * len(lengths), response_lengths=lengths
+        )
+        parts = [expected("advantages", self.iteration, i, length) for i, length in enumerate(lengths)]
+        everything.put_list(ADVANTAGES, parts)
+        assert minibatch.num_tokens == sum(lengths)
+        loss, sums = objective.loss({}, everything)
+        return {name: float(value) / sum(lengths) for name, value in {"loss": loss, **sums}.items()}
 
     def realloc(self, source: CopyKey, target: CopyKey, version: int) -> dict[str, float]:
         self.reallocs += 1
@@ -269,6 +331,14 @@ class FakeBackend:
             store.set(key, str(self.versions[source]))
         if self.rank in target.mesh:
             self.versions[target] = int(store.get(key))
+        return {"bytes_moved": 0.0}
+
+    def mix(self, source: CopyKey, target: CopyKey, mix: float, *, old: int, new: int) -> dict[str, float]:
+        if self.rank in source.mesh:
+            assert self.versions[source] == new
+        if self.rank in target.mesh:
+            assert self.versions[target] == old
+            self.versions[target] = new
         return {"bytes_moved": 0.0}
 
     def stream(self, source: CopyKey, target: CopyKey, version: int) -> FakeStream:
@@ -306,15 +376,29 @@ class FakeBackend:
     def _stage(self, copy: CopyKey) -> int:
         return (self.rank - copy.mesh.start) // (copy.layout.size // copy.layout.pp)
 
-    def _call_of(self, copy: CopyKey, kind: CallType) -> Call:
-        return next(call for call in self.graph.calls if call.model == copy.model and call.type is kind)
+    def _call_of(self, copy: CopyKey, batch: Batch) -> Call:
+        """The inference call of a copy whose sequences have the lengths of `batch`."""
+        found = [
+            call
+            for call in self.graph.calls
+            if call.type is CallType.INFERENCE
+            and self.plan.copy_of(call) == copy
+            and batch.response_lengths == self._lengths(batch, call)
+        ]
+        assert len(found) == 1, (
+            f"{copy}: {[call.name for call in found]} have lengths {batch.response_lengths}"
+        )
+        return found[0]
+
+    def _lengths(self, batch: Batch, call: Call) -> tuple[int, ...]:
+        return tuple(response_length(self.iteration, i, call.sequences) for i in batch.ids)
 
     def _right(self, key: str, batch: Batch) -> list[torch.Tensor]:
         counts = batch.lengths(self.graph.key(key).per)
         return [expected(key, self.iteration, i, n) for i, n in zip(batch.ids, counts, strict=True)]
 
-    def _check(self, batch: Batch, call: Call, keys: Sequence[str]) -> None:
-        right = tuple(response_length(self.iteration, i) for i in batch.ids)
+    def _check(self, batch: Batch, call: Call, keys: Mapping[str, KeySpec]) -> None:
+        right = self._lengths(batch, call)
         assert batch.response_lengths == right, f"{call.name}: lengths {batch.response_lengths} != {right}"
         copy = self.plan.copy_of(call)
         assert copy is not None, "a model has a copy"

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_real.dataflow import Graph
 from megatron_real.layout import parse_placement
 from megatron_real.plan import LayoutSpec, Plan
 from megatron_real.process_groups import ProcessGroups
 from megatron_real.program import compile_program
+from megatron_real.runtime.dataset import ByteTokenizer
 from megatron_real.runtime.executor import RankExecutor, RunParts
 from megatron_real.runtime.observers import Observers
-from megatron_real.runtime.prompts import ByteTokenizer
+from megatron_real.runtime.rewards import RewardFunctions, RewardLimits
 from megatron_real.runtime.transfer import DataTransfers, acquire_groups
 from tests.distributed.fake_backend import (
     FakeAlgorithm,
@@ -29,14 +31,21 @@ SEQUENCES = 16
 CALLS = ("actor_gen", "rew_inf", "ref_inf", "critic_inf", "actor_train", "critic_train")
 
 
-def make_plan(devices: int, placements: Mapping[str, str], default: str, **changes: Any) -> Plan:
+def make_plan(
+    devices: int,
+    placements: Mapping[str, str],
+    default: str,
+    names: Sequence[str] = CALLS,
+    algorithm: str = "fake",
+    **changes: Any,
+) -> Plan:
     """A plan from text such as ``d2t2p1@0-3``; `changes` are further fields by call."""
     calls: dict[str, Any] = {}
-    for call in CALLS:
+    for call in names:
         mesh, layout = parse_placement(placements.get(call, default))
         degrees = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp}
         calls[call] = {"ranks": [mesh.start, mesh.stop], "layout": degrees, **changes.get(call, {})}
-    text = json.dumps({"algorithm": "fake", "cluster": {"devices_per_node": devices}, "calls": calls})
+    text = json.dumps({"algorithm": algorithm, "cluster": {"devices_per_node": devices}, "calls": calls})
     return Plan.loads(text)
 
 
@@ -129,9 +138,16 @@ class _Span:
 
 
 def make_executor(
-    plan: Plan, groups: ProcessGroups, timeout_s: float = 20.0, function: Any = None, **options: Any
+    plan: Plan,
+    groups: ProcessGroups,
+    timeout_s: float = 20.0,
+    function: str | None = None,
+    graph: Graph | None = None,
+    unit: int = 1,
+    **options: Any,
 ) -> tuple[RankExecutor, FakeBackend, Recorder]:
-    graph = ppo_like_graph(reward_model=function is None)
+    graph = graph or ppo_like_graph(reward_model=function is None)
+    scorer = function and RewardFunctions({function: 1.0}, RewardLimits(stop=True))
     program = compile_program(graph, plan)
     rank = dist.get_rank()
     backend = FakeBackend(graph=graph, plan=plan, rank=rank, **options)
@@ -142,7 +158,7 @@ def make_executor(
             program=program,
             rank=rank,
             backend=backend,
-            algorithm=FakeAlgorithm(graph=graph, reward=function),
+            algorithm=FakeAlgorithm(graph=graph, reward=scorer, unit=unit),
             transfers=transfers,
             tokenizer=ByteTokenizer(),
             observers=Observers(tracer=recorder, faults=recorder),

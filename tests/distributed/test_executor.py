@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_real.algorithms.graphs import dpo_graph, remax_graph, sft_graph
+from megatron_real.dataflow import Graph
 from megatron_real.errors import RealError
 from megatron_real.plan import Plan
 from megatron_real.process_groups import ProcessGroups
@@ -19,7 +21,7 @@ from tests.distributed.fake_backend import (
     prompts_of,
     response_length,
 )
-from tests.distributed.fake_run import CALLS, PLANS, SEQUENCES, make_executor
+from tests.distributed.fake_run import CALLS, PLANS, SEQUENCES, make_executor, make_plan
 from tests.harness import RankFailed, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -139,7 +141,7 @@ def _slow_rank() -> list[dict[str, Any]]:
     slow = {"actor_gen": 0.5 if dist.get_rank() == 0 else 0.0}
     executor, _, recorder = make_executor(PLANS["two-d2"], ProcessGroups(timeout_s=20), sleep_s=slow)
     right = executor._calls.assign_all
-    executor._calls.assign_all = lambda state: (time.sleep(0.2), right(state))
+    executor._calls.assign_all = lambda *args: (time.sleep(0.2), right(*args))
     executor.run_iteration(0, prompts_of(0, SEQUENCES))
     return recorder.spans
 
@@ -284,5 +286,95 @@ def _wrong_data() -> None:
 
 
 def test_the_checks_can_fail() -> None:
-    with pytest.raises(RankFailed, match="of sequence"):
+    with pytest.raises(RankFailed, match="rewards of 0"):
         run_ranks(4, _wrong_data)
+
+
+_REMAX = ("actor_gen", "greedy_gen", "rew_inf", "greedy_rew_inf", "actor_train")
+_OTHER_GRAPHS: dict[str, tuple[Graph, Plan, int]] = {
+    "remax, symmetric": (remax_graph(), make_plan(4, {}, "d2t2p1@0-3", _REMAX, "remax"), 1),
+    "remax, generations apart": (
+        remax_graph(),
+        make_plan(
+            4,
+            {
+                "actor_gen": "d2t1p1@0-1",
+                "rew_inf": "d2t1p1@0-1",
+                "greedy_gen": "d1t2p1@2-3",
+                "greedy_rew_inf": "d1t1p2@2-3",
+                "actor_train": "d2t1p2@0-3",
+            },
+            "d1t1p1@0-0",
+            _REMAX,
+            "remax",
+        ),
+        1,
+    ),
+    "dpo, in units of two": (
+        dpo_graph(),
+        make_plan(
+            4,
+            {"ref_inf": "d1t1p2@1-2", "actor_train": "d2t1p2@0-3"},
+            "d1t1p1@0-0",
+            ("ref_inf", "actor_train"),
+            "dpo",
+            actor_train={"num_microbatches": 2},
+        ),
+        2,
+    ),
+    "sft": (
+        sft_graph(),
+        make_plan(4, {"actor_train": "d4t1p1@0-3"}, "d1t1p1@0-0", ("actor_train",), "sft"),
+        1,
+    ),
+}
+"""Graphs with two generations, or with none: with a plan, and how many sequences stay together."""
+
+
+def _run_graphs(iterations: int) -> list[dict[str, Any]]:
+    groups = ProcessGroups(timeout_s=20)
+    results = []
+    for graph, plan, unit in _OTHER_GRAPHS.values():
+        executor, backend, recorder = make_executor(plan, groups, graph=graph, unit=unit)
+        answers = graph.generation() is None
+        for iteration in range(iterations):
+            backend.iteration = iteration
+            executor.run_iteration(iteration, prompts_of(iteration, SEQUENCES, answers=answers))
+        executor.transfers.fence()
+        trained = [entry for entry in backend.log if entry[0] == "train"]
+        results.append({"compared": backend.compared, "trained": trained, "spans": recorder.spans})
+    return results
+
+
+def test_graphs_with_several_generations_or_none() -> None:
+    by_rank = run_ranks(4, _run_graphs, 2)
+    for case, (name, (_, plan, unit)) in enumerate(_OTHER_GRAPHS.items()):
+        ranks = [results[case] for results in by_rank]
+        placement = plan.calls["actor_train"]
+        assert all(result["compared"] > 0 for result in ranks), name
+        for iteration in range(2):
+            entries = [entry for result in ranks for entry in result["trained"] if entry[2] == iteration]
+            seen = sorted(i for entry in entries for i in entry[3])
+            assert seen == sorted(list(range(SEQUENCES)) * placement.layout.tp * placement.layout.pp), name
+            for part in (part for entry in entries for step in entry[4] for part in step.microbatches):
+                assert [i // unit for i in part[::unit]] == [i // unit for i in part[unit - 1 :: unit]], name
+
+
+def _run_apart() -> list[dict[str, Any]]:
+    graph, plan, _ = _OTHER_GRAPHS["remax, generations apart"]
+    executor, _, recorder = make_executor(
+        plan, ProcessGroups(timeout_s=20), graph=graph, sleep_s={"actor_gen": 0.6, "greedy_gen": 0.6}
+    )
+    executor.run_iteration(0, prompts_of(0, SEQUENCES))
+    executor.transfers.fence()
+    return recorder.spans
+
+
+def test_two_generations_run_at_the_same_time() -> None:
+    spans = [span for spans in run_ranks(4, _run_apart) for span in spans]
+    sampled, greedy = (
+        [span for span in spans if span["name"] == f"run:{name}"] for name in ("actor_gen", "greedy_gen")
+    )
+    assert max(span["start_s"] for span in [*sampled, *greedy]) < min(
+        span["end_s"] for span in [*sampled, *greedy]
+    )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from megatron_real.algorithms.graphs import dpo_graph, grpo_graph, remax_graph, sft_graph
+from megatron_real.dataflow import Graph, Update
+from megatron_real.plan import Plan
 from megatron_real.plan_search.simulator import TransferTime, simulate
 from megatron_real.process_groups import ProcessGroups
 from megatron_real.program import Instruction, Run, Transfer, compile_program
@@ -25,6 +29,8 @@ SLEEPS = {
     "critic_inf": 0.2,
     "actor_train": 0.35,
     "critic_train": 0.8,
+    "greedy_gen": 0.5,
+    "greedy_rew_inf": 0.1,
 }
 """So long that the messages and the runtime's own work are nothing beside them, even on a busy machine."""
 APART = make_plan(
@@ -33,6 +39,47 @@ APART = make_plan(
     "d1t1p1@0-0",
 )
 """Actor and reference on rank 0; on rank 1 the critic, whose training is longer than the next generation."""
+PPO = ppo_like_graph(reward_model=True)
+
+
+def _plan(graph: Graph, devices: int, placements: dict[str, str], default: str, **changes: Any) -> Plan:
+    names = [call.name for call in graph.calls]
+    return make_plan(devices, placements, default, names, graph.name, **changes)
+
+
+GREEDY_APART = {"greedy_gen": "d1t1p1@1-1", "greedy_rew_inf": "d1t1p1@1-1"}
+FOLLOWING = replace(dpo_graph(), updates=(Update(target="ref", source="actor", mix=0.5),))
+CASES: dict[str, tuple[Graph, Plan]] = {
+    **{name: (PPO, plan) for name, plan in PLANS.items()},
+    "apart": (PPO, APART),
+    "remax": (remax_graph(), _plan(remax_graph(), 2, GREEDY_APART, "d1t1p1@0-0")),
+    "remax, streamed": (
+        remax_graph(),
+        _plan(remax_graph(), 2, {"greedy_gen": "d1t2p1@0-1"}, "d2t1p1@0-1", greedy_gen={"stream": True}),
+    ),
+    "remax on three": (
+        remax_graph(),  # rank 2 knows the greedy lengths long before it asks for the others
+        _plan(
+            remax_graph(),
+            4,
+            {
+                "actor_gen": "d2t1p1@0-1",
+                "greedy_gen": "d2t1p1@2-3",
+                "rew_inf": "d1t2p1@1-2",
+                "greedy_rew_inf": "d1t1p2@2-3",
+            },
+            "d2t2p1@0-3",
+        ),
+    ),
+    "grpo": (
+        grpo_graph(),
+        _plan(grpo_graph(), 2, {"ref_inf": "d1t1p1@1-1", "rew_inf": "d1t1p1@1-1"}, "d2t1p1@0-1"),
+    ),
+    "dpo": (dpo_graph(), _plan(dpo_graph(), 2, {"ref_inf": "d1t1p1@1-1"}, "d1t1p1@0-0")),
+    "dpo, following": (FOLLOWING, _plan(FOLLOWING, 2, {"ref_inf": "d1t1p1@1-1"}, "d2t1p1@0-1")),
+    "sft": (sft_graph(), _plan(sft_graph(), 2, {}, "d2t1p1@0-1")),
+}
+"""Graphs with several generations, one, or none."""
 
 
 class Sleeps:
@@ -49,10 +96,12 @@ def _walk(names: list[str], iterations: int, sleeps: dict[str, float]) -> list[l
     groups = ProcessGroups(timeout_s=20)
     result = []
     for name in names:
-        plan = APART if name == "apart" else PLANS[name]
-        executor, _, recorder = make_executor(plan, groups, sleep_s=sleeps)
+        graph, plan = CASES[name]
+        executor, backend, recorder = make_executor(plan, groups, graph=graph, sleep_s=sleeps)
         for iteration in range(iterations):
-            executor.run_iteration(iteration, prompts_of(iteration, SEQUENCES))
+            backend.iteration = iteration
+            answers = all(graph.generation(sequences) is None for sequences in graph.sequence_sets)
+            executor.run_iteration(iteration, prompts_of(iteration, SEQUENCES, answers=answers))
         executor.transfers.fence()
         result.append(recorder.spans)
     return result
@@ -60,10 +109,10 @@ def _walk(names: list[str], iterations: int, sleeps: dict[str, float]) -> list[l
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_simulated_order_is_the_executed_one(size: int) -> None:
-    names = [name for name, plan in PLANS.items() if plan.cluster.num_devices == size]
+    names = [name for name, (_, plan) in CASES.items() if plan.cluster.num_devices == size]
     by_rank = run_ranks(size, _walk, names, ITERATIONS, {})
     for case, name in enumerate(names):
-        program = compile_program(ppo_like_graph(reward_model=True), PLANS[name])
+        program = compile_program(*CASES[name])
         simulated = simulate(program, Sleeps(), iterations=ITERATIONS).spans
         for rank in range(size):
             mine = [span for span in simulated if span.rank == rank]
@@ -83,12 +132,12 @@ def test_the_simulated_order_is_the_executed_one(size: int) -> None:
             assert told == did, f"{name}: rank {rank}"
 
 
-@pytest.mark.parametrize("name", ["apart", "two-halves"])
+@pytest.mark.parametrize("name", ["apart", "two-halves", "remax"])
 def test_the_simulated_timeline_is_the_executed_one(name: str) -> None:
     """With calls that sleep, everything starts when the simulator says: what overlaps, and who waits for whom."""
     iterations = 4
     by_rank = run_ranks(2, _walk, [name], iterations, SLEEPS)
-    program = compile_program(ppo_like_graph(reward_model=True), APART if name == "apart" else PLANS[name])
+    program = compile_program(*CASES[name])
     result = simulate(program, Sleeps(), iterations=iterations)
     origin = min(spans[0][0]["start_s"] for spans in by_rank)
     for rank, (spans,) in enumerate(by_rank):

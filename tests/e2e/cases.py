@@ -87,7 +87,7 @@ def run(case: Any, folder: Path, **options: Any) -> list[dict[str, Any]]:
 
 
 def run_tree(tree: Mapping[str, Any], *, train: bool = True) -> dict[str, Any]:
-    """On a rank: the run that `tree` describes, as `launch.run_ppo` does it, without its monitoring.
+    """On a rank: the run that `tree` describes, as `launch.run` does it, without its monitoring.
 
     Returns:
         ``tokens``, ``calls``, ``before`` and ``after`` as `invariance.run_case` has them, ``batch`` metrics by

@@ -406,7 +406,7 @@ def test_processes_end_by_themselves(tmp_path: Path) -> None:
     tree = write_run(tmp_path / "ranks")
     prompts('{"prompt": "a"}', "oops")(tmp_path / "ranks")
     script = [
-        *("-m", "megatron_real", str(EXAMPLES / "train_ppo.py"), *megatron_arguments(MEGATRON)),
+        *("-m", "megatron_real", str(EXAMPLES / "train.py"), *megatron_arguments(MEGATRON)),
         *(
             "--real-plan",
             tree["plan"],

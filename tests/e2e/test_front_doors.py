@@ -1,4 +1,4 @@
-"""`megatron-real train` and `torchrun -m megatron_real examples/train_ppo.py` are two doors to the same run."""
+"""`megatron-real train` and `torchrun -m megatron_real examples/train.py` are two doors to the same run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_two_doors_one_run_and_jobs_go_on_after_a_failed_one(tmp_path: Path) -> 
     )
     assert jobs.returncode == 2, jobs.stderr[-3000:]
     assert "Traceback" not in jobs.stderr
-    assert "failed: ConfigError: algorithm ppo: gamma: found 7.0; expected 0 to 1." in jobs.stdout
+    assert "failed: ConfigError: algorithm: gamma: found 7.0; expected 0 to 1." in jobs.stdout
     assert "done" in jobs.stdout
     first, second = (tmp_path / "runs" / "jobs" / name for name in "01")
     assert not (first / "metrics.jsonl").exists()
@@ -81,7 +81,7 @@ def test_two_doors_one_run_and_jobs_go_on_after_a_failed_one(tmp_path: Path) -> 
     assert len(rewards) == 2
 
     options = RunOptions.model_validate_json((second / "options.json").read_text())
-    script = str(ROOT / "examples" / "train_ppo.py")
+    script = str(ROOT / "examples" / "train.py")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = _run([*torchrun, "-m", "megatron_real", script, *_as_flags(options, "runs/flags")], tmp_path)
     assert flags.returncode == 0, flags.stderr[-3000:]

@@ -73,7 +73,7 @@ def planned_bytes(job: Any, backend: Any) -> dict[str, int]:
     config = job.algorithm.config
     workload = Workload(
         batch_size=job.options.data.batch_size,
-        prompt=LengthDistribution.constant(max(len(record.tokens) for record in job.prompts.records)),
+        prompt=LengthDistribution.constant(max(len(record.tokens) for record in job.data.records)),
         response=LengthDistribution.constant(config.max_new_tokens),
         num_minibatches=config.num_minibatches,
         num_epochs=config.num_epochs,
@@ -102,7 +102,7 @@ def run_rank(tree: dict[str, Any]) -> dict[str, Any]:
     calls = []
     for iteration in range(ITERATIONS):
         save = Path(tree["output"]) / "saved" if iteration == ITERATIONS - 1 else None
-        calls.append(executor.run_iteration(iteration, job.prompts.batch(iteration), save=save).calls)
+        calls.append(executor.run_iteration(iteration, job.data.batch(iteration), save=save).calls)
     executor.transfers.fence()
     return {
         "tokens": tokens,

@@ -143,7 +143,7 @@ def _run(trees: Mapping[str, Any]) -> dict[str, Any]:
             return generated[-1]
 
         backend.generate = noting_generate  # type: ignore[method-assign]
-        calls = executor.run_iteration(0, job.prompts.batch(0)).calls
+        calls = executor.run_iteration(0, job.data.batch(0)).calls
         (batch,) = generated
         tokens = dict(
             zip(batch.ids, zip(batch.split("tokens"), batch.prompt_lengths, strict=True), strict=True)

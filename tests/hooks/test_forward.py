@@ -13,6 +13,7 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron_real.backend import Head, Minibatch
 from megatron_real.batch import Batch
+from megatron_real.dataflow import Per
 from megatron_real.errors import PlanError, RealError
 from megatron_real.hooks import forward
 from megatron_real.hooks.model_copy import Training
@@ -55,6 +56,9 @@ LAYOUTS = (
 
 class WeightedSum:
     """Weights times outputs, and a little entropy where there is some."""
+
+    per = Per.RESPONSE
+    stop_above: Mapping[str, float] = {}
 
     def __init__(self, head: Head) -> None:
         self.head = head
@@ -189,10 +193,15 @@ def _train_and_compare(copy, batch, head, count, wanted, what) -> None:
         for ids in STEPS
     ]
     mine = tuple(sorted(i for one in minibatches for part in one.microbatches for i in part))
-    found = forward.train(copy, seen_by(parallel, batch, mine), minibatches, WeightedSum(head), TEMPERATURE)
+    seen, objective = seen_by(parallel, batch, mine), WeightedSum(head)
+    before = forward.evaluate(copy, seen, minibatches[0], objective, TEMPERATURE)
+    found = forward.train(copy, seen, minibatches, objective, TEMPERATURE)
     if parallel.pg_collection.pp.rank() < parallel.layout.pp - 1:
-        assert found == {}
+        assert found == before == {}
         return
+    # An evaluation is the first step's loss, and leaves the training as it is.
+    _close(before, {name: wanted[name][0] for name in ("loss", "squares", "count")}, f"evaluation of {what}")
+    assert found.pop("skipped_steps") == 0
     assert found["steps"].keys() == wanted.keys()
     for name, values in wanted.items():
         _close(found["steps"][name], values, f"{name} of {what}")

@@ -22,14 +22,23 @@ from tests.hooks.tiny import layouts, make_copy, placement, tiny_role
 pytestmark = [pytest.mark.megatron, pytest.mark.dist]
 
 COUNT, VOCAB, ITERATION = 9, 13, 4
+PIECES = ("a", "b", "ab", "", "c", "ca", "x", "y", "z", "bc", "d", "e", "f")
+"""The text of each token: stop strings may begin and end within one, and span several."""
+
+
+def _text(ids) -> str:
+    return "".join(PIECES[token] for token in ids)
+
+
 CALL = Call(name="actor_gen", model="actor", type=CallType.GENERATE)
 SAMPLINGS = (
     Sampling(max_new_tokens=12, end_token=3, greedy=True),
     Sampling(max_new_tokens=9, end_token=5, temperature=3.0, seed=11),
     Sampling(max_new_tokens=7, end_token=-1, top_k=6, top_p=0.9, temperature=1.2, seed=2),
     Sampling(max_new_tokens=1, end_token=0),
+    Sampling(max_new_tokens=12, end_token=3, temperature=3.0, seed=5, stop=("bca", "d", "aa"), decode=_text),
 )
-EVERY, ONE = (0, 1, 2, 3), (1,)
+EVERY, ONE = (0, 1, 2, 3, 4), (1,)
 LAYOUTS = (
     # (layout, micro-batches per data-parallel rank, which samplings)
     ("d1t1p1@0-0", 1, ONE),
@@ -37,7 +46,7 @@ LAYOUTS = (
     ("d1t2p1@1-2", 2, (0, 1)),
     ("d2t1p1@0-1", 2, ONE),
     ("d1t1p2@2-3", 1, ONE),
-    ("d1t1p2@0-1", 3, (1, 2)),
+    ("d1t1p2@0-1", 3, (1, 2, 4)),
     ("d1t2p2@0-3", 2, EVERY),
     ("d2t1p2@0-3", 3, ONE),
     ("d1t1p4@0-3", 5, ONE),
@@ -65,7 +74,9 @@ def _naive(model: torch.nn.Module, prompts: Batch, sampling: Sampling) -> list[t
             token = sample(logits, uniform, sampling).item()
             tokens.append(token)
             logprobs.append(torch.log_softmax(logits[0] / sampling.temperature, dim=-1)[token].item())
-            if token == sampling.end_token:
+            if token == sampling.end_token or any(
+                stop in _text(tokens[len(prompt) :]) for stop in sampling.stop
+            ):
                 break
         results.append((tokens[len(prompt) :], logprobs))
     return results
@@ -117,7 +128,16 @@ def test_tokens_are_those_of_full_forward_passes_under_every_layout(reference) -
     lengths = {len(tokens) for tokens, _ in reference[1]}
     assert len(lengths) > 2, "the case must have early ends"
     assert max(lengths) == 9, "the case must have late ends"
+    ends = {_why(tokens, SAMPLINGS[4]) for tokens, _ in reference[4]}
+    assert ends >= {"stop", "end token"}, "the case must have both"
     run_ranks(4, _generate_everywhere, reference)
+
+
+def _why(tokens: list[int], sampling: Sampling) -> str:
+    """What ended a response."""
+    if tokens[-1] == sampling.end_token:
+        return "end token"
+    return "limit" if len(tokens) == sampling.max_new_tokens else "stop"
 
 
 MOE = {

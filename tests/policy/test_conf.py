@@ -16,20 +16,15 @@ CHOICES = sorted(
 )
 
 
-PLANNED = ("dpo", "grpo", "remax", "reward", "sft")
-"""Algorithms and workloads that `train` has not; tests/unit/cli/test_search.py composes them."""
-TRAINED = [(group, choice) for group, choice in CHOICES if group != "workload" and choice not in PLANNED]
+TRAINED = [(group, choice) for group, choice in CHOICES if group != "workload"]
+"""tests/unit/cli/test_search.py composes the workloads."""
 
 
 @pytest.mark.parametrize(("group", "choice"), TRAINED, ids=["/".join(pair) for pair in TRAINED])
 def test_every_choice_composes_to_options(group: str, choice: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
-    given = [
-        f"plan={prompts}",
-        f"data.prompts={prompts}",
-        *([] if group == "experiment" else ["iterations=1"]),
-    ]
+    given = [f"plan={prompts}", f"data.prompts={prompts}", "iterations=1"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("train", [f"{group}={choice}", *given])
     tree = OmegaConf.to_container(config, resolve=True)

@@ -169,14 +169,17 @@ def test_public_names_are_in_all_and_documented() -> None:
 def test_every_option_of_a_run_is_read_somewhere() -> None:
     from megatron_real import config
 
-    owners = (config.RunOptions, config.ModelOptions, config.DataOptions, config.LivenessOptions)
+    owners = (
+        *(config.RunOptions, config.ModelOptions, config.DataOptions, config.LivenessOptions),
+        config.RewardOptions,
+    )
     read: set[str] = set()
     for path in MODULES:
         if path.name != "config.py":
             nodes = ast.walk(ast.parse(path.read_text()))
             read |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    read |= {"model", "algorithm"}  # through RunOptions.role and RunOptions.ppo_config
-    assert {"role", "ppo_config"} <= read
+    read |= {"model", "algorithm"}  # through RunOptions.role and RunOptions.algorithm_config
+    assert {"role", "algorithm_config"} <= read
     unread = {
         f"{owner.__name__}.{name}" for owner in owners for name in owner.model_fields if name not in read
     }

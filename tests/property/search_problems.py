@@ -11,14 +11,15 @@ import random
 from collections.abc import Callable, Sequence
 
 from megatron_real.algorithms.graphs import ppo_graph
-from megatron_real.dataflow import Call, CallType, Graph, Input, KeySpec, Per
+from megatron_real.dataflow import SAMPLES, Call, CallType, Graph, Input, KeySpec, Per, Scope, Update
 from megatron_real.layout import Layout, Mesh
-from megatron_real.plan import ClusterSpec
+from megatron_real.plan import ClusterSpec, OffloadTo
 from megatron_real.plan_search.problem import Choice, Option, SearchProblem
 
 __all__ = [
     "GRAPHS",
     "MANY_COPIES",
+    "UPDATES",
     "aligned_meshes",
     "choices_of",
     "graph_of",
@@ -87,6 +88,12 @@ GRAPHS: dict[str, tuple[Row, ...]] = {
         ("train_a", "a", "t", "gen_a gen_b"),
         ("train_b", "b", "t", "gen_a gen_b"),
     ),
+    "following": (
+        ("gen", "a", "g", ""),
+        ("ref", "f", "i", "gen"),
+        ("train_a", "a", "t", "gen ref"),
+    ),
+    "following alone": (("ref", "f", "i", ""), ("train_a", "a", "t", "ref")),
     "twins": (
         ("gen", "a", "g", ""),
         ("rew1", "r1", "i", "gen"),
@@ -103,11 +110,20 @@ MANY_COPIES: dict[str, tuple[Row, ...]] = {
     ),
 }
 """With three calls that may share one temporary copy: `cpsat` gives no certificate of these."""
+UPDATES = {
+    "following": Update(target="f", source="a", mix=0.5),
+    "following alone": Update(target="f", source="a", mix=0.5, every=3),
+}
+"""By kind of graph: the model that follows another one."""
 _TYPES = {"g": CallType.GENERATE, "i": CallType.INFERENCE, "t": CallType.TRAIN}
 
 
-def graph_of(rows: Sequence[Row], name: str = "random") -> Graph:
-    """The graph in which a call's only output is named after it."""
+def graph_of(rows: Sequence[Row], name: str = "random", updates: tuple[Update, ...] = ()) -> Graph:
+    """The graph in which a call's only output is named after it: a number for each sequence, of which all are taken.
+
+    Every generation makes sequences of its own.
+    """
+    sets = {call: call if kind == "g" else SAMPLES for call, _, kind, _ in rows}
     return Graph(
         name=name,
         calls=tuple(
@@ -115,12 +131,16 @@ def graph_of(rows: Sequence[Row], name: str = "random") -> Graph:
                 name=call,
                 model=model,
                 type=_TYPES[kind],
-                inputs=tuple(Input(key=key) for key in needs.split()),
+                inputs=tuple(Input(key=key, scope=Scope.FULL) for key in needs.split()),
                 outputs=(call,),
+                sequences=sets[call],
             )
             for call, model, kind, needs in rows
         ),
-        keys=tuple(KeySpec(name=row[0], per=Per.TOKEN, dtype="int64") for row in rows),
+        keys=tuple(
+            KeySpec(name=call, per=Per.SEQUENCE, dtype="float32", sequences=sets[call]) for call, *_ in rows
+        ),
+        updates=updates,
     )
 
 
@@ -162,7 +182,9 @@ def random_choice(problem: SearchProblem, rng: random.Random) -> dict[str, Choic
 def random_problem(rng: random.Random, *, kind: str | None = None, most: int = 3000) -> SearchProblem:
     """A tiny problem with at most `most` choices times orders, some of them tight in memory or infeasible."""
     while True:
-        graph = graph_of((GRAPHS | MANY_COPIES)[kind or rng.choice(list(GRAPHS))])
+        chosen = kind or rng.choice(list(GRAPHS))
+        updates = (UPDATES[chosen],) if chosen in UPDATES else ()
+        graph = graph_of((GRAPHS | MANY_COPIES)[chosen], updates=updates)
         num_devices = rng.choice([2, 4, 4, 6, 8])
         meshes = list(aligned_meshes(num_devices, rng.choice([1, 1, 2])))
         meshes = [mesh for mesh in meshes if mesh.size == num_devices or rng.random() < 0.95]
@@ -204,6 +226,7 @@ def _random_problem(
         capacity_bytes=rng.choice([60, 100, 150, 250, 10_000]),
         options=options,
         realloc_s=_symmetric_price(price),
+        mix_s=lambda update, *homes: _symmetric_price(price)(update.target, *homes) / update.every,
         bucket_bytes=rng.choice([0, 3]),
         laminar=all(_nested(one, two) for one in meshes for two in meshes),
         pinned=pinned,
@@ -229,13 +252,14 @@ def _random_option(
     work, need = scale
     tp = rng.choice([degree for degree in (1, 2, 4) if size % degree == 0])
     frozen = call.model is not None and not graph.trained(call.model)
+    places: list[OffloadTo] = ["host"] if graph.update_of(call.model or "") else ["host", "node"]
     home = call.model is not None and graph.home_call(call.model) == call
     away = rng.random() < (0.4 if frozen else 0.3 if call.trains else 0.0)
     drop = call.trains and rng.random() < 0.3
     return Option(
         layout=Layout(dp=size // tp, tp=tp) if call.model is not None else Layout(dp=size),
         num_microbatches=rng.randint(1, 4),
-        offload="none" if not away else rng.choice(["host", "node"]) if frozen else "host",
+        offload="none" if not away else rng.choice(places) if frozen else "host",
         drop_trained_weights=drop,
         stream=call.model is not None and not home and rng.random() < 0.4,
         seconds=round(work / size ** rng.uniform(0.5, 1.1) * rng.uniform(0.8, 1.3), 2),

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from megatron_real.data_plan import CallAssignment, Lengths, assign
-from megatron_real.dataflow import Call, CallType, Graph, Input, KeySpec, Per, Scope
+from megatron_real.dataflow import Call, CallType, Graph, Input, KeySpec, Per, Scope, Update
 from megatron_real.layout import Layout, Mesh
 from megatron_real.plan import ClusterSpec, LayoutSpec, Placement, Plan
 
@@ -35,7 +35,7 @@ def layouts(draw: st.DrawFn, size: int, *, context: bool = True) -> Layout:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> Graph:
-    """A generation, then inference calls of models or functions, then training, with random edges."""
+    """A generation, then inference calls of models or functions, then training, with random edges and updates."""
     keys = {"tokens": Per.TOKEN, "logprobs": Per.RESPONSE}
     calls = [Call(name="gen", model="m0", type=CallType.GENERATE, outputs=("tokens", "logprobs"))]
     for index in range(draw(st.integers(0, 4))):
@@ -62,6 +62,25 @@ def graphs(draw: st.DrawFn) -> Graph:
             KeySpec(name=key, per=per, dtype="int64" if key == "tokens" else "float32")
             for key, per in keys.items()
         ),
+        updates=draw(_updates(calls)),
+    )
+
+
+@st.composite
+def _updates(draw: st.DrawFn, calls: list[Call]) -> tuple[Update, ...]:
+    """Of some of the models that no call trains."""
+    trained = [call.model for call in calls if call.trains]
+    still = sorted({call.model for call in calls if call.model is not None} - set(trained))
+    if not trained or not still:
+        return ()
+    return tuple(
+        Update(
+            target=model,
+            source=draw(st.sampled_from(trained)),
+            mix=draw(st.sampled_from([0.25, 1.0])),
+            every=draw(st.integers(1, 3)),
+        )
+        for model in draw(st.lists(st.sampled_from(still), unique=True))
     )
 
 
@@ -94,7 +113,8 @@ def plans(draw: st.DrawFn, graph: Graph, world: int) -> Plan:
             changes["drop_trained_weights"] = draw(st.booleans())
             changes["offload"] = draw(st.sampled_from(["none", "host"]))
         elif call.model is not None and not graph.trained(call.model):
-            changes["offload"] = draw(st.sampled_from(["none", "host", "node"]))
+            places = ["none", "host"] if graph.changes(call.model) else ["none", "host", "node"]
+            changes["offload"] = draw(st.sampled_from(places))
         if call.model is not None and graph.home_call(call.model) != call:
             changes["stream"] = draw(st.booleans())
         calls[call.name] = placement.model_copy(update=changes)

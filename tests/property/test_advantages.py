@@ -6,7 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_real.algorithms.advantages import exact_moments, gae, reward_tokens, whiten
+from megatron_real.algorithms.advantages import (
+    discounted_returns,
+    exact_moments,
+    gae,
+    per_token,
+    reward_tokens,
+    whiten,
+)
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 UNIT = st.floats(0.0, 1.0, width=32)
@@ -79,3 +86,24 @@ def test_whitened_moments(values: list[float]) -> None:
     mean, variance = exact_moments(white)
     assert abs(mean) < 1e-6
     assert variance < 1 + 1e-6
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=LENGTHS, seed=SEED, data=st.data())
+def test_masked_sequences_are_as_good_as_absent(lengths: list[int], seed: int, data: st.DataObject) -> None:
+    """REINFORCE++ over the whole batch: the kept ones get the bits that they get alone."""
+    flags = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
+    kept = torch.tensor(flags)
+    scores, penalties, _ = _data(lengths, seed)
+    scores[~kept] = float("nan")
+
+    def compute(scores: torch.Tensor, penalties: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        rewards = reward_tokens(scores, penalties, lengths)
+        return discounted_returns(rewards, lengths, gamma=0.99)
+
+    tokens = per_token(kept, lengths)
+    found = whiten(compute(scores, penalties, lengths), kept=tokens)
+    chosen = [length for length, keep in zip(lengths, flags, strict=True) if keep]
+    alone = whiten(compute(scores[kept], penalties[tokens], chosen))
+    assert torch.equal(found[tokens], alone)
+    assert not found[~tokens].any()

@@ -15,6 +15,7 @@ from megatron_real.data_plan import build_transfer_plans
 from megatron_real.dataflow import Call, CallType, Graph, Input, KeySpec, Per
 from megatron_real.plan import CopyKey, Plan
 from megatron_real.program import (
+    Mix,
     Offload,
     Program,
     Realloc,
@@ -86,9 +87,12 @@ class Machine:
             if isinstance(one, Realloc) and one.stream
         }
         for iteration in range(iterations):
-            unposted = list(incoming)
+            unposted, late = list(incoming), list[Realloc]()
             for step in self.program.steps(rank):
                 time = (iteration, step.index)
+                if isinstance(step.instruction, Mix) and not step.instruction.update.due(iteration):
+                    late += step.finish
+                    continue
                 for realloc in step.finish:
                     index, ranks = streams[f"run:{realloc.call}"]
                     yield "finish", (iteration, index), ranks
@@ -110,6 +114,9 @@ class Machine:
                         yield "wait", time, ()
                     case _:
                         yield "meet", time, step.instruction.ranks
+            for realloc in late:
+                index, ranks = streams[f"run:{realloc.call}"]
+                yield "finish", (iteration, index), ranks
             assert not unposted, "every transfer is received in its iteration"
             yield "drain", (iteration - 1, len(self.program.instructions)), ()
         yield "drain", (iterations, 0), ()
@@ -300,6 +307,8 @@ class Weights:
     """Copies whose optimizer state is on the host."""
     sending: dict[str, CopyKey] = field(default_factory=dict)
     """Sources of streamed reallocs, by the call that they go on beside."""
+    updated: dict[str, int] = field(default_factory=dict)
+    """By model that is updated: the iterations whose training is in its weights."""
 
     def __post_init__(self) -> None:
         self.versions = dict.fromkeys(_homes(self.program), 0)
@@ -312,11 +321,13 @@ class Weights:
                     pass
                 case Run(call=name, copy=copy) as run:
                     call = self.program.graph.call(name)
-                    count = iteration + trained[copy.model] if self.program.graph.trained(copy.model) else 0
+                    count = self.updated.get(copy.model, 0)
+                    if _whole(self.program).trained(copy.model):
+                        count = iteration + trained[copy.model]
                     assert self.versions.get(copy) == count, f"{run.name} in iteration {iteration}"
                     assert run.version_offset == trained[copy.model]
                     self.sending.pop(name, None)
-                    if call.trains:
+                    if call.trains and self.program.whole is None:
                         assert copy == self.program.home(copy.model)
                         assert copy not in self.sending.values(), "the source of a stream"
                         assert copy not in self.parked, "a training has its optimizer's state"
@@ -331,6 +342,14 @@ class Weights:
                     assert self.versions.get(source) is not None, "the source has weights"
                     assert self.versions.get(target) != self.versions[source], "nothing is filled twice"
                     self.versions[target] = self.versions[source]
+                case Mix(update=update, source=source, target=target, from_host=from_host):
+                    if update.due(iteration):
+                        assert self.versions[source] == iteration + 1, "after the training"
+                        assert (self.versions[target] is None) == from_host, "on the host, or there"
+                        assert target not in self.sending.values(), "the source of a stream"
+                        where = self.kept if from_host else self.versions
+                        assert where[target] == self.updated.get(update.target, 0)
+                        where[target] = self.updated[update.target] = iteration + 1
                 case Offload(copy=copy, what="state"):
                     self.parked.add(copy)
                 case Reload(copy=copy, what="state"):
@@ -371,6 +390,12 @@ def test_calls_run_on_the_weights_that_the_graph_asks_for(program: Program) -> N
         for copy in homes:
             if program.graph.trained(copy.model):
                 assert weights.versions[copy] == iteration + 1, "a trained model can be saved"
+            for update in program.graph.updates:
+                age = iteration + 1 - weights.updated.get(update.target, 0)
+                assert 0 <= age < update.every
+                assert weights.updated.get(update.target, 0) == program.graph.version(
+                    update.target, iteration + 1
+                )
 
 
 @settings(deadline=None, max_examples=40)
@@ -382,13 +407,64 @@ def test_compile_is_deterministic_and_names_are_unique(program: Program) -> None
     assert len(set(names)) == len(names), "progress, traces and faults name instructions"
 
 
+def _whole(program: Program) -> Graph:
+    """The graph of the algorithm, also of the program of an evaluation."""
+    return program.whole or program.graph
+
+
 def _homes(program: Program) -> set[CopyKey]:
     """Copies that are there between iterations: not of models that are in the nodes' host stores."""
     return {
         program.home(model)
         for model in program.graph.models
-        if program.plan.calls[program.graph.home_call(model).name].offload != "node"
+        if program.plan.calls[_whole(program).home_call(model).name].offload != "node"
     }
+
+
+@st.composite
+def evaluations(draw: st.DrawFn) -> tuple[Program, Program]:
+    """A program, and that of an evaluation with some of its calls."""
+    program = draw(programs())
+    graph, names = program.graph, set[str]()
+    left = draw(st.lists(st.sampled_from(graph.calls), min_size=1, max_size=2))
+    while left:
+        call = left.pop()
+        names.add(call.name)
+        left += graph.parents(call)
+    return program, compile_program(graph, program.plan, evaluation=names)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_an_evaluation_has_its_calls_and_ends(data: st.DataObject) -> None:
+    program, evaluation = data.draw(evaluations())
+    runs = [one.call for one in evaluation.instructions if isinstance(one, Run)]
+    in_order = [one.call for one in program.instructions if isinstance(one, Run) and one.call in runs]
+    assert runs == in_order == [call.name for call in evaluation.graph.ordered(evaluation.plan.order)]
+    assert set(evaluation.copies()) <= set(program.copies()), "it has no copies of its own"
+    Machine(program=evaluation, messages=_messages(evaluation, data), saves=set()).run(2)
+
+
+@settings(deadline=None, max_examples=40)
+@given(evaluations())
+def test_an_evaluation_leaves_all_weights_as_they_were(both: tuple[Program, Program]) -> None:
+    program, evaluation = both
+    weights = Weights(program=program)
+    for home in _homes(program):
+        if program.plan.calls[program.graph.home_call(home.model).name].offload != "host":
+            continue
+        if program.graph.trained(home.model):
+            weights.parked.add(home)
+        else:
+            weights.versions[home], weights.kept[home] = None, 0
+    for iteration in range(3):
+        before = dict(weights.versions), dict(weights.kept), set(weights.parked)
+        weights.program = evaluation
+        weights.walk(iteration)
+        assert (weights.versions, weights.kept, weights.parked) == before
+        weights.program = program
+        weights.sending.clear()  # an evaluation ends what it began
+        weights.walk(iteration)
 
 
 @settings(deadline=None, max_examples=40)
@@ -408,6 +484,8 @@ def test_a_rank_has_sent_a_stream_before_its_source_changes(program: Program) ->
                     if program.graph.call(call).trains:
                         assert all(realloc.source != copy for realloc in sending)
                     sending = [realloc for realloc in sending if realloc.call != call]
+                case Mix():
+                    assert not sending, "it changes the source, or its messages would be taken for theirs"
                 case Offload(copy=copy, what="weights"):
                     assert all(realloc.source != copy for realloc in sending)
                 case _:

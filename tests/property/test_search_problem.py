@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_real.plan_search.clocks import atoms_of, cycle_mean
 from megatron_real.plan_search.kernel import Kernel
 from megatron_real.plan_search.problem import Assignment, Choice, SearchProblem
-from megatron_real.program import Offload, Realloc, Reload, Run, compile_program
+from megatron_real.program import Mix, Offload, Realloc, Reload, Run, compile_program
 from tests.property.search_problems import GRAPHS, random_choice, random_problem
 
 SEEDS = st.integers(0, 2**32)
@@ -33,7 +33,7 @@ def _drawn(seed: int, kind: str | None = None) -> tuple[SearchProblem, dict[str,
 def test_events_are_the_instructions_of_the_program(kind: str, seed: int) -> None:
     problem, assignment, order = _drawn(seed, kind)
     program = compile_program(problem.graph, problem.to_plan(assignment, order))
-    instructions = [i for i in program.instructions if isinstance(i, Run | Realloc | Reload | Offload)]
+    instructions = [i for i in program.instructions if isinstance(i, Run | Realloc | Mix | Reload | Offload)]
     steps = problem.steps(assignment, order)
     assert [step.name for step in steps] == [instruction.name for instruction in instructions]
     for step, instruction in zip(steps, instructions, strict=True):
@@ -43,6 +43,9 @@ def test_events_are_the_instructions_of_the_program(kind: str, seed: int) -> Non
             assert step.needs == tuple(
                 parent.name for parent in problem.graph.parents(problem.graph.call(instruction.call))
             )
+        if isinstance(instruction, Mix):
+            assert step.meshes[0] == instruction.target.mesh, "where weights come to from the host"
+            assert step.allocates == step.frees == instruction.from_host
         if isinstance(instruction, Realloc):
             assert set(step.meshes) == {instruction.target.mesh, instruction.source.mesh}
             assert step.meshes[0] == instruction.target.mesh, "where the copy is allocated"

@@ -4,6 +4,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from megatron_real.algorithms.configs import PPOConfig
+from megatron_real.algorithms.registry import find_algorithm
+from megatron_real.cli.planning import choices
 from megatron_real.cli.train import options_from_config
 from megatron_real.config import ModelOptions, RunOptions, conf_dir, megatron_arguments
 from megatron_real.errors import ConfigError
@@ -125,6 +128,29 @@ def test_models_yaml_is_overlaid_by_the_command_line(files: dict[str, Path], tmp
             r"command line: argument --real-iterations: invalid int value: 'many'",
         ),
         (("--real-reward", "length"), r"reward \(--real-reward\): found 'length'; expected module:function"),
+        (
+            ("--real-reward", "a:f", "--real-set", "reward.timeout_s=600"),
+            r"reward\.timeout_s: found 600; expected less than liveness\.stuck_after_s=600",
+        ),
+        (
+            ("--real-reward", "a:f", "--real-set", "reward.timeout=5"),
+            r"reward\.timeout: found an unknown option; expected one of functions, processes, ",
+        ),
+        (
+            ("--real-set", "reward.functions=[{function: a:f, wait: 1}]"),
+            r"reward\.functions\.0\.wait: found an unknown option; expected one of function, weight",
+        ),
+        (("--real-set", "reward.processes=2"), r"reward\.functions: found nothing; expected a value"),
+        (
+            ("--real-set", "evaluation.every=5"),
+            r"data\.eval_prompts: found nothing; expected held-out data, on which evaluations are made",
+        ),
+        (
+            ("--real-set", "evaluation.evry=5"),
+            r"evaluation\.evry: found an unknown option; expected one of every, greedy, keep_best",
+        ),
+        (("--real-set", "samples.count=-1"), r"samples\.count: found -1"),
+        (("--real-set", "wandb.entity=me"), r"wandb\.project: found nothing; expected a value"),
         (("--real-prompts", "/nowhere.jsonl"), r"data\.prompts \(--real-prompts\): found /nowhere\.jsonl"),
         (("--real-plan", "/nowhere.json"), r"plan \(--real-plan\): found /nowhere\.json, which is no file"),
         (("--real-models", "/nowhere.yaml"), r"--real-models: /nowhere\.yaml: cannot be read"),
@@ -155,6 +181,29 @@ def test_a_next_plan_is_the_same_from_either_front_door(files: dict[str, Path]) 
     assert RunOptions.loads(one.dumps()) == one
 
 
+def test_reward_functions_are_the_same_from_either_front_door(files: dict[str, Path]) -> None:
+    one = RunOptions.from_argv(
+        _argv(
+            files,
+            "--real-reward",
+            "a:f",
+            "--real-set",
+            "reward.processes=2",
+            "--real-set",
+            "reward.timeout_s=5",
+        )
+    )
+    other = _composed(files, "++reward.functions=[a:f]", "++reward.processes=2", "++reward.timeout_s=5")
+    assert one.reward == other.reward
+    assert one.reward is not None
+    assert (one.reward.functions[0].function, one.reward.processes, one.reward.timeout_s) == ("a:f", 2, 5.0)
+    weighted = _composed(files, "++reward.functions=[a:f, {function: b:g, weight: 0.1}]")
+    assert weighted.reward is not None
+    assert [each.weight for each in weighted.reward.functions] == [1.0, 0.1]
+    for options in (one, weighted):
+        assert RunOptions.loads(options.dumps()) == options
+
+
 def test_all_problems_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         RunOptions.from_argv(["--real-batch-size", "-1", "--real-set", "liveness.stuck_after_s=0"])
@@ -171,18 +220,43 @@ def test_two_checkpoints_of_the_actor_contradict(files: dict[str, Path], tmp_pat
         )
 
 
-def test_ppo_options_are_checked_by_name_type_and_range(files: dict[str, Path]) -> None:
+def test_algorithm_options_are_checked_by_name_type_and_range(files: dict[str, Path]) -> None:
     good = RunOptions.from_argv(_argv(files, "--seed", "5", "--real-set", "algorithm.clip_ratio=0.1"))
-    assert good.ppo_config().clip_ratio == 0.1
-    assert good.ppo_config().seed == 5
-    for setting, message in (
-        ("algorithm.clip_rati=0.1", r"algorithm\.clip_rati: found an unknown option; expected one of gamma"),
-        ("algorithm.gamma=high", r"algorithm\.gamma: found 'high'"),
-        ("algorithm.gamma=2.0", r"gamma: found 2.0; expected 0 to 1"),
+    assert good.algorithm_config() == PPOConfig(clip_ratio=0.1, seed=5)
+    for settings, message in (
+        (
+            ["clip_rati=0.1"],
+            r"algorithm\.clip_rati: found an unknown option; expected one of num_minibatches",
+        ),
+        (["gamma=high"], r"algorithm\.gamma: found 'high'"),
+        (["gamma=2.0"], r"gamma: found 2.0; expected 0 to 1"),
+        (["name=trpo"], r"algorithm: found 'trpo'; expected one of ppo, grpo"),
+        (["name=sft", "seed=1"], r"algorithm\.seed: found an unknown option"),
     ):
-        options = RunOptions.from_argv(_argv(files, "--real-set", setting))
+        given = [part for text in settings for part in ("--real-set", f"algorithm.{text}")]
+        options = RunOptions.from_argv(_argv(files, *given))
         with pytest.raises(ConfigError, match=message):
-            options.ppo_config()
+            options.algorithm_config()
+
+
+@pytest.mark.parametrize("choice", choices("algorithm"))
+def test_every_choice_of_an_algorithm_has_sound_options(files: dict[str, Path], choice: str) -> None:
+    options = _composed(files, f"algorithm={choice}", "++seed=9")
+    config = options.algorithm_config()
+    assert type(config) is find_algorithm(options.algorithm.name).config
+    assert getattr(config, "seed", 9) == 9
+    for name, value in options.algorithm.options.items():
+        assert getattr(config, name) == value
+
+
+def test_presets_of_grpo(files: dict[str, Path]) -> None:
+    """What the papers change of GRPO: DAPO, section 3 and 4.1; Dr. GRPO, section 3.2."""
+    dapo = _composed(files, "algorithm=dapo").algorithm_config()
+    assert (dapo.average, dapo.clip_ratio, dapo.clip_ratio_high) == ("tokens", 0.2, 0.28)
+    assert (dapo.dynamic_sampling, dapo.reference, dapo.kl_coefficient) == (True, False, 0.0)
+    dr_grpo = _composed(files, "algorithm=dr_grpo").algorithm_config()
+    assert (dr_grpo.average, dr_grpo.scale_rewards, dr_grpo.reference) == ("constant", False, False)
+    assert dapo.scale_rewards
 
 
 def test_megatron_arguments_from_a_mapping() -> None:
@@ -202,6 +276,24 @@ def test_the_plan_of_a_preset_is_written_and_fits_the_cluster(files: dict[str, P
     assert options.plan.parent == files["output"]
 
 
+@pytest.mark.parametrize("choice", choices("algorithm"))
+def test_the_plan_of_a_preset_has_the_calls_of_the_algorithm(files: dict[str, Path], choice: str) -> None:
+    files["output"].mkdir()
+    options = _composed({**files, "plan": Path("symmetric")}, "cluster=cpu2", f"algorithm={choice}")
+    plan = Plan.load(options.plan)
+    graph = find_algorithm(options.algorithm.name).graph_for(options.algorithm_config())
+    assert set(plan.calls) == {call.name for call in graph.calls}
+    plan.check(graph)
+
+
+def test_a_reward_function_of_an_algorithm_without_rewards_is_refused(files: dict[str, Path]) -> None:
+    files["output"].mkdir()
+    with pytest.raises(ConfigError, match="found a reward function with algorithm sft; expected none"):
+        _composed(
+            {**files, "plan": Path("symmetric")}, "cluster=cpu2", "algorithm=sft", "++reward=rewards:length"
+        )
+
+
 def test_a_cluster_of_another_size_than_the_plan_is_refused(files: dict[str, Path]) -> None:
     with pytest.raises(
         ConfigError, match=r"cluster: found 4 devices; expected 2, the number in .*plan\.json"
@@ -218,3 +310,13 @@ def test_missing_values_are_named_together(files: dict[str, Path]) -> None:
 
 def test_the_text_of_options_is_json(files: dict[str, Path]) -> None:
     assert json.loads(RunOptions.from_argv(_argv(files)).dumps())["data"]["batch_size"] == 8
+
+
+def test_data_may_be_a_folder_or_on_the_hub_and_what_is_missing_is_named(files: dict[str, Path]) -> None:
+    folder, more = str(files["checkpoint"]), ("--real-set", "data.eval_prompts=hf:org/name@main:test")
+    options = RunOptions.from_argv(_argv(files, "--real-prompts", folder, *more))
+    assert (options.data.prompts, options.data.eval_prompts) == (folder, "hf:org/name@main:test")
+    with pytest.raises(
+        ConfigError, match=r"data\.eval_prompts: found nowhere, which is no file; expected a JSONL file"
+    ):
+        RunOptions.from_argv(_argv(files, "--real-set", "data.eval_prompts=nowhere"))

@@ -98,6 +98,34 @@ def test_disjoint_meshes() -> None:
     assert [step.name for step in program.steps(3) if step.side is Side.RECEIVE] == ["transfer:gen>ref"]
 
 
+def test_an_evaluation_runs_some_calls_on_the_same_copies() -> None:
+    plan = {
+        "gen": {"ranks": [0, 4], "layout": {"dp": 4}},
+        "ref": {"ranks": [2, 4], "layout": {"pp": 2}, "offload": "host"},
+        "train": {"ranks": [0, 2], "layout": {"tp": 2}, "drop_trained_weights": True, "offload": "host"},
+    }
+    whole = compiled(**plan)
+    program = compile_program(GRAPH, whole.plan, evaluation=("ref", "gen"))
+    assert names(program) == [
+        "realloc:gen",
+        "run:gen",
+        "transfer:gen>ref",
+        "reload:ref",
+        "run:ref",
+        "offload:ref",
+    ]
+    assert (program.home("actor"), program.home("ref")) == (whole.home("actor"), whole.home("ref"))
+    assert [call.name for call in program.graph.ordered(program.plan.order)] == ["gen", "ref"]
+    # Of a training the loss alone: its weights stay, and nothing of its optimizer is needed.
+    program = compile_program(GRAPH, whole.plan, evaluation=("gen", "ref", "train"))
+    assert names(program)[-2:] == ["transfer:ref>train", "run:train"]
+    run = program.instructions[-1]
+    assert isinstance(run, Run)
+    assert (run.version_offset, run.release) == (0, False)
+    with pytest.raises(PlanError, match="'tokens'; expected a key that some call produces"):
+        compile_program(GRAPH, whole.plan, evaluation=("ref",))
+
+
 def test_ranks_outside_the_generation_get_its_lengths() -> None:
     program = compiled(gen={"ranks": [0, 1]}, ref={"ranks": [1, 2]}, train={"ranks": [0, 1]}, devices=2)
     assert names(program)[:2] == ["run:gen", "transfer:gen>lengths"]

@@ -9,7 +9,8 @@ import torch
 
 from megatron_real.backend import Sampling
 from megatron_real.errors import ConfigError
-from megatron_real.hooks.sampling import DrawKey, check_sampling, sample, token_logprobs, uniforms
+from megatron_real.hooks.sampling import DrawKey, check_sampling, sample, stops, token_logprobs, uniforms
+from megatron_real.runtime.dataset import ByteTokenizer
 
 KEY = DrawKey(seed=3, call="actor_gen", iteration=5)
 MASK = (1 << 64) - 1
@@ -145,8 +146,36 @@ def test_token_logprobs_are_untruncated() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"max_new_tokens": 0}]
+    "changes",
+    [
+        {"temperature": 0.0},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"max_new_tokens": 0},
+        {"stop": ("\n", ""), "decode": str},
+        {"stop": ("\n",)},
+    ],
 )
-def test_bad_options_are_refused_by_name(changes: dict[str, float]) -> None:
+def test_bad_options_are_refused_by_name(changes: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         check_sampling(_options(**changes))
+
+
+@pytest.mark.parametrize("stop", [("b",), ("aé",), ("ba", "éé"), ("abab", "é")])
+def test_a_response_stops_where_its_whole_text_first_contains_a_stop_string(stop: tuple[str, ...]) -> None:
+    """Token by token over random bytes, some parts of a character and some without text, against decoding all of it."""
+    tokenizer, sampling = ByteTokenizer(), _options(stop=stop, decode=ByteTokenizer().decode)
+    rows = torch.tensor([*"abé".encode(), tokenizer.end_token])[
+        torch.randint(5, (200, 40), generator=torch.Generator().manual_seed(7))
+    ]
+    begins = torch.arange(200) % 9
+    found, right = torch.full((200,), -1), []
+    for end in range(1, 41):
+        ended = stops(rows[:, :end], torch.where(found < 0, begins, end), sampling)
+        found[ended] = end
+    for row, begin in zip(rows.tolist(), begins.tolist(), strict=True):
+        texts = [tokenizer.decode(row[begin:end]) if begin < end else "" for end in range(1, 41)]
+        right.append(next((end for end, text in enumerate(texts, 1) if any(one in text for one in stop)), -1))
+    assert found.tolist() == right
+    assert len(set(right)) > 3

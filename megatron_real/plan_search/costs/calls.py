@@ -87,6 +87,7 @@ class CallPricer:
         self._timers: dict[tuple[ModelSpec, bool], tuple[StageTimer, StepPricer]] = {}
         self._timer_of: dict[str, tuple[StageTimer, StepPricer]] = {}
         self._total = total_histogram(workload)
+        self._longest_of_unit = total_histogram(workload, longest_of=workload.unit)
         self._prompts = Histogram.of_lengths(workload.prompt)
         self._responses = Histogram.of_lengths(workload.response)
         self._negated_prompts = self._prompts.negated()
@@ -172,7 +173,7 @@ class CallPricer:
             rows=self._sequences(call, layout, number) / number,
             batches=number,
             replicas=layout.dp,
-            num_sequences=self._workload.num_sequences(call),
+            num_sequences=self._workload.num_sequences,
             in_step=at.grid.ep * at.grid.etp > layout.tp,
             # Our engine's batches go in waves of one per stage; a continuous one has waves of its own.
             waves=1 if self._traits.continuous_batching else -(-number // layout.pp),
@@ -183,7 +184,8 @@ class CallPricer:
         workload = self._workload
         rows = self._sequences(call, layout, number) / number
         if self._traits.padded:
-            padded = padded_length(self._total, workload.step_sequences(call), layout.dp, number)
+            total = self._longest_of_unit if call.trains else self._total
+            padded = padded_length(total, workload.step_units(call), layout.dp, number)
             length, square = padded.length, padded.mean_square
         else:
             length, square = workload.mean_length, workload.mean_square_length
@@ -196,18 +198,23 @@ class CallPricer:
         return MicroBatch(rows, length, length, positions, square)
 
     def _scores(self, call: Call) -> bool:
-        """Whether it returns one number per sequence."""
-        return bool(call.outputs) and self._graph.key(call.outputs[0]).per is Per.SEQUENCE
+        """Whether its model returns one number per sequence."""
+        if call.outputs:
+            return self._graph.key(call.outputs[0]).per is Per.SEQUENCE
+        # A loss over a scalar head that takes nothing of single tokens is one over whole sequences (a reward model's).
+        takes = {self._graph.key(entry.key).per for entry in call.inputs}
+        return self._models[call.model or ""].shape.scalar_head and Per.RESPONSE not in takes
 
     def _sequences(self, call: Call, layout: Layout, number: int) -> int:
         """Sequences that the fullest replica works on at a time: in an optimizer step, or in the whole call."""
-        count = self._workload.step_sequences(call)
-        if count // layout.dp < number:
+        units, unit = self._workload.step_units(call), self._workload.unit_of(call)
+        if units // layout.dp < number:
+            together = f" (of which {unit} each stay together)" if unit > 1 else ""
             raise PlanError(
-                f"calls.{call.name}: {count} sequences cannot be cut into dp={layout.dp} x {number} micro-batches. "
-                "Lower dp, num_microbatches or the number of minibatches, or raise the batch size."
+                f"calls.{call.name}: {units * unit} sequences{together} cannot be cut into dp={layout.dp} x {number} "
+                "micro-batches. Lower dp, num_microbatches or the number of minibatches, or raise the batch size."
             )
-        return -(-count // layout.dp)
+        return -(-units // layout.dp) * unit
 
     def _function(self, call: Call) -> float:
         seconds = self._workload.function_s.get(call.name)

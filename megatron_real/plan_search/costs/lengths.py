@@ -48,14 +48,24 @@ class Histogram:
     def of_lengths(cls, lengths: LengthDistribution) -> Histogram:
         return cls.of(np.array(lengths.lengths, dtype=np.float64), np.array(lengths.weights))
 
+    def longest_of(self, count: int) -> Histogram:
+        """Of the largest of `count` independent values."""
+        return Histogram.of(self.values, np.diff(np.concatenate(([0.0], self.below**count))))
+
     def negated(self) -> Histogram:
         """Of the values with the other sign: its longest are this one's shortest."""
         return Histogram.of(-self.values[::-1], self.weights[::-1])
 
 
-def total_histogram(workload: Workload) -> Histogram:
-    """Prompt and response together, taken as independent. At most 96 bins; each keeps its mean."""
+def total_histogram(workload: Workload, *, longest_of: int = 1) -> Histogram:
+    """Prompt and response together, taken as independent. At most 96 bins; each keeps its mean.
+
+    Args:
+        workload: with the lengths.
+        longest_of: responses to one prompt, of which the longest counts.
+    """
     prompt, response = (Histogram.of_lengths(one) for one in (workload.prompt, workload.response))
+    response = response.longest_of(longest_of)
     values = np.add.outer(prompt.values, response.values).ravel()
     weights = np.multiply.outer(prompt.weights, response.weights).ravel()
     unique, place = np.unique(values, return_inverse=True)

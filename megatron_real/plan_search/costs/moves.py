@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_real.dataflow import Call, CallType, Graph, Per, Scope
+from megatron_real.dataflow import Call, CallType, Graph, Per, Scope, Update
 from megatron_real.errors import PlanError
 from megatron_real.layout import Layout, Mesh
 from megatron_real.plan import Placement
@@ -103,7 +103,8 @@ class MovePricer:
         self.bucket_bytes = DEFAULT_BUCKET_BYTES
         self._per_node = cluster.devices_per_node
         self._reallocs: dict[tuple[str, Window, Window], ReallocCost] = {}
-        self._transfers: dict[tuple[str, str | None, Window, Window], TransferCost] = {}
+        self._mixes: dict[tuple[Update, Window, Window, bool], float] = {}
+        self._transfers: dict[tuple[str, str, Window, Window], TransferCost] = {}
         self._residence: dict[tuple[str, int, Layout, str], float] = {}
 
     # Weights
@@ -121,6 +122,34 @@ class MovePricer:
         if key not in self._reallocs:
             self._reallocs[key] = self._price_realloc(self.realloc_traffic(model, source, target))
         return self._reallocs[key]
+
+    def mix(
+        self,
+        update: Update,
+        source: tuple[Mesh, Layout],
+        target: tuple[Mesh, Layout],
+        *,
+        from_host: bool,
+    ) -> float:
+        """Seconds that an iteration has in the mean of moving the target's weights toward the source's.
+
+        Priced as the reallocation, what is there already included; what crosses nodes does so once for each rank that
+        needs it, which is not.
+
+        Args:
+            update: which models, and how often.
+            source: home of the trained model.
+            target: home of the model that follows.
+            from_host: the target's weights come from the host, and go back.
+        """
+        key = (update, *self._relative(source, target), from_host)
+        if key not in self._mixes:
+            seconds = self._price_realloc(self.realloc_traffic(update.target, source, target)).seconds
+            if from_host:
+                shard = max(copy_memory(self.models[update.target], target[1], False).weights_bytes)
+                seconds += 2 * self._host_copy(target[0], shard)
+            self._mixes[key] = seconds / update.every
+        return self._mixes[key]
 
     def realloc_traffic(
         self, model: str, source: tuple[Mesh, Layout], target: tuple[Mesh, Layout]
@@ -251,33 +280,20 @@ class MovePricer:
 
     # Data
 
-    def transfer(
-        self, producer: Call, consumer: Call | None, source: Placement, target: Placement
-    ) -> TransferCost:
-        """The outputs of `producer` that `consumer` takes; without one, a generation's lengths to all other ranks.
-
-        Args:
-            producer: the call that has run.
-            consumer: the call that needs its outputs.
-            source: of the producer.
-            target: of the consumer; without meaning where there is none.
-        """
+    def transfer(self, producer: Call, consumer: Call, source: Placement, target: Placement) -> TransferCost:
+        """The outputs of `producer`, placed at `source`, that `consumer` takes at `target`."""
         windows = self._relative((source.mesh, source.parallel), (target.mesh, target.parallel))
-        key = (producer.name, consumer.name if consumer is not None else None, *windows)
+        key = (producer.name, consumer.name, *windows)
         if key not in self._transfers:
-            if consumer is None:
-                self._transfers[key] = self._price_lengths(producer, source.mesh)
-            else:
-                self._transfers[key] = self._price_transfer(producer, consumer, *windows)
+            self._transfers[key] = self._price_transfer(producer, consumer, *windows)
         return self._transfers[key]
 
-    def _price_lengths(self, producer: Call, mesh: Mesh) -> TransferCost:
-        """Rank r of the mesh sends to every size-th of the others."""
-        others = self.cluster.num_devices - mesh.size
-        if others == 0:
+    def lengths(self, source: Mesh, num_targets: int) -> TransferCost:
+        """The lengths of a generation on `source` to other ranks, which share its ranks as their senders."""
+        if num_targets == 0:
             return _NO_TRANSFER
-        num_bytes = _LENGTH_ITEMSIZE * self.workload.num_sequences(producer)
-        each = -(-others // mesh.size)
+        num_bytes = _LENGTH_ITEMSIZE * self.workload.num_sequences
+        each = -(-num_targets // source.size)
         message_s = self.operations.point_to_point(num_bytes, within_node=self.cluster.spec.num_nodes == 1)
         copy_s = self.operations.local_copy(num_bytes)
         return TransferCost(each * copy_s, each * message_s, copy_s)
@@ -318,7 +334,7 @@ class MovePricer:
         stage = target.layout.pp - 1 if ends[1] else 0
         held = _held_share(source, target, stage)
         same = held > 0 and self._same_sequences(producer, consumer, source, target)
-        count, num_bytes, sequences = self.workload.num_sequences(consumer), 0.0, 0.0
+        count, num_bytes, sequences = self.workload.num_sequences, 0.0, 0.0
         for scope, per, itemsize in self._keys(producer, consumer):
             if not ends[1] and per is not Per.TOKEN:
                 continue
@@ -345,6 +361,9 @@ class MovePricer:
 
     def _same_sequences(self, producer: Call, consumer: Call, source: Window, target: Window) -> bool:
         """Whether both calls cut the batch alike: by the same weights, at once, over ranks in the same order."""
+        units = {self.workload.unit_of(call) for call in (producer, consumer)}
+        if producer.sequences != consumer.sequences or len(units) > 1:
+            return False
         for call in (producer, consumer):
             if call.type is CallType.GENERATE or (call.trains and self.workload.num_minibatches > 1):
                 return False

@@ -13,6 +13,8 @@ start's period, so the solver's bound is one; the answer is evaluated anew.
 Memory is exact (see `cpsat_memory`), but where three or more calls share one temporary copy: it then counts twice at
 calls between them. Such plans still fit; the bound then is not reported, as a plan may have been missed.
 
+A model's updates toward another one are left out: then the answer may not be the best, the bound is one all the same.
+
 Options that another one of the same layout and residence beats in everything are left out. Not for large spaces: the
 reallocations alone are a table of all pairs of copies.
 
@@ -109,6 +111,8 @@ def _better(
     problem: SearchProblem, plan: tuple[dict[str, Choice], tuple[str, ...]], start: Solution
 ) -> Solution:
     found = problem.evaluate(*plan)
+    if not found.fits and problem.graph.updates:  # neither time nor bytes of updates are in the model
+        return start
     if not found.fits:
         raise AssertionError(f"cpsat: its plan exceeds the capacity by {found.overflow_bytes} bytes")
     if start.assignment is not None and start.period_s <= found.period_s:

@@ -21,6 +21,7 @@ from megatron_real.layout import Layout, Mesh
 from megatron_real.plan_search.clocks import atoms_of, period
 from megatron_real.plan_search.kernel import Kernel
 from megatron_real.plan_search.problem import Choice, Event, Limits, Option, Progress, SearchProblem, Solution
+from megatron_real.plan_search.steps import weights_stay
 from megatron_real.plan_search.strategies.greedy import pareto
 
 __all__ = ["Alike", "Family", "solve_families"]
@@ -210,8 +211,7 @@ class _FamilySearch:
 
     def _options(self, call: Call) -> tuple[Option, ...]:
         home = call.model is not None and self._homes[call.model] == call.name
-        free = call.model is None or len(self._graph.calls_of(call.model)) == 1
-        free = free and not any(call.name in group.calls for group in self._alike)
+        free = weights_stay(self._graph, call) and not any(call.name in group.calls for group in self._alike)
         return pareto(self._problem.options_on(call.name, self._windows[call.name]), home=home, alone=free)
 
     def solve(self) -> None:

@@ -32,6 +32,7 @@ from megatron_real.plan_search.problem import (
     SearchProblem,
     Solution,
 )
+from megatron_real.plan_search.steps import weights_stay
 from megatron_real.plan_search.strategies.tables import bare_costs
 
 __all__ = ["choices_of", "fastest", "least_memory", "pareto", "rank_peaks", "solve"]
@@ -174,7 +175,7 @@ def pareto(options: Sequence[Option], *, home: bool, alone: bool, lean: bool = F
     Args:
         options: of one call on one size of window.
         home: whether the call is its model's home, so that offload and drop of the option count.
-        alone: whether the model has no other call, so that its layout does not matter to reallocations.
+        alone: whether its layout does not matter to reallocations (`steps.weights_stay`).
         lean: look at bytes only.
     """
     kept: dict[object, list[tuple[float, ...]]] = {}
@@ -195,7 +196,7 @@ def choices_of(problem: SearchProblem, call: str, *, lean: bool = False) -> list
     found = []
     model = problem.graph.call(call).model
     home = model is not None and problem.graph.home_call(model).name == call
-    alone = model is None or len(problem.graph.calls_of(model)) == 1
+    alone = weights_stay(problem.graph, problem.graph.call(call))
     by_size: dict[int, tuple[Option, ...]] = {}
     for mesh in problem.meshes_of(call):
         if mesh.size not in by_size:

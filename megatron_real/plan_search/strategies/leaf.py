@@ -341,7 +341,7 @@ class LeafSolver:
             floor = costs.seconds[self._serial.realloc[call]] if moved else 0.0
             moves = [self._tables.moves(call, item.option) for item in domain]
             back, away, state_back, state_away = map(min, zip(*moves, strict=True))
-            seconds.append((costs.seconds[call], floor, back, away, state_back, state_away))
+            seconds.append((costs.seconds[call], floor, back, away, 0.0, state_back, state_away))
         choices = self._choices(leaf, chosen)
         return min([self._kernel.period_with(choices, order, seconds) for order in leaf.orders])
 

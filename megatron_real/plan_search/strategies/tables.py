@@ -16,6 +16,7 @@ import numpy as np
 from megatron_real.dataflow import Call
 from megatron_real.layout import Layout, Mesh
 from megatron_real.plan_search.problem import Option, SearchProblem
+from megatron_real.plan_search.steps import weights_stay
 
 __all__ = ["Item", "Tables", "WindowTree", "bare_costs"]
 
@@ -149,7 +150,7 @@ class Tables:
             number[graph.home_call(call.model).name] if call.model is not None else index
             for index, call in enumerate(graph.calls)
         ]
-        self.alone = [call.model is None or len(graph.calls_of(call.model)) == 1 for call in graph.calls]
+        self.alone = [weights_stay(graph, call) for call in graph.calls]
         self.before = self._ancestors([[number[p.name] for p in graph.parents(call)] for call in graph.calls])
         self.after = [
             sum(1 << other for other in range(self.num_calls) if self.before[other] >> call & 1)

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from megatron_real.algorithms.advantages import (
+    discounted_returns,
     exact_moments,
     explained_variance,
     gae,
+    per_token,
     reward_tokens,
     sequence_sums,
     whiten,
@@ -72,6 +74,49 @@ def test_empty_response_has_no_place_for_its_score() -> None:
         reward_tokens(torch.zeros(2), torch.zeros(3), [3, 0])
 
 
+def test_a_missing_score_leaves_its_neighbours_alone() -> None:
+    rewards = reward_tokens(torch.tensor([math.nan, 2.0]), torch.full((3,), 0.5), [2, 1])
+    assert rewards.tolist() == [-0.5, -0.5, 1.5]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
+def test_discounted_returns(gamma: float) -> None:
+    lengths = [3, 1, 0, 6]
+    rewards = torch.randn(10, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = discounted_returns(rewards, lengths, gamma=gamma)
+    wanted = [
+        sum(gamma ** (k - t) * part[k] for k in range(t, len(part)))
+        for part in (part.tolist() for part in rewards.split(lengths))
+        for t in range(len(part))
+    ]
+    assert found.tolist() == pytest.approx(wanted, rel=1e-12)
+
+
+def test_reinforce_plus_plus_by_sequence() -> None:
+    """KL penalty and score in the reward of tokens, returns, then normalised over the tokens that are kept."""
+    lengths, kept, coefficient, gamma = [2, 4, 3], [True, False, True], 0.1, 0.95
+    scores = torch.tensor([1.0, math.nan, -0.5], dtype=torch.float64)
+    kl = torch.randn(9, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    returns = discounted_returns(reward_tokens(scores, coefficient * kl, lengths), lengths, gamma=gamma)
+    found = whiten(returns, kept=per_token(torch.tensor(kept), lengths), epsilon=0.0)
+
+    wanted: list[list[float]] = []
+    for score, penalties, keep in zip(scores.tolist(), kl.split(lengths), kept, strict=True):
+        total, backwards = 0.0, []
+        rewards = [-coefficient * k for k in penalties.tolist()]
+        rewards[-1] += score
+        for reward in reversed(rewards):
+            total = reward + gamma * total
+            backwards.append(total)
+        wanted.append(backwards[::-1] if keep else [0.0] * len(rewards))
+    tokens = wanted[0] + wanted[2]
+    mean = sum(tokens) / len(tokens)
+    deviation = math.sqrt(sum((token - mean) ** 2 for token in tokens) / len(tokens))
+    for part, sequence, keep in zip(found.split(lengths), wanted, kept, strict=True):
+        expected = [(token - mean) / deviation if keep else 0.0 for token in sequence]
+        assert part.tolist() == pytest.approx(expected, rel=1e-12)
+
+
 def test_moments_are_exact() -> None:
     # A running float sum gives 0 or 2e16 here, and a sum in float32 worse.
     values = torch.tensor([1e16, 1.0, -1e16, 1.0] * 4, dtype=torch.float64)
@@ -87,6 +132,17 @@ def test_whiten() -> None:
     assert abs(white.var(unbiased=False).item() - 1) < 1e-9
     assert whiten(torch.full((3,), 2.0)).tolist() == [0.0] * 3  # no variance: not a division by zero
     assert whiten(torch.tensor([5.0])).tolist() == [0.0]
+
+
+def test_whiten_what_is_kept() -> None:
+    values, kept = torch.tensor([1.0, 100.0, 3.0, -7.0]), torch.tensor([True, False, True, False])
+    assert whiten(values, kept=kept, epsilon=0.0).tolist() == [-1.0, 0.0, 1.0, 0.0]
+    assert whiten(values, kept=torch.zeros(4, dtype=torch.bool)).tolist() == [0.0] * 4
+    assert torch.equal(whiten(values, kept=torch.ones(4, dtype=torch.bool)), whiten(values))
+
+
+def test_a_value_for_each_token() -> None:
+    assert per_token(torch.tensor([1.0, 2.0, 3.0]), [2, 0, 1]).tolist() == [1.0, 1.0, 3.0]
 
 
 def test_sequence_sums() -> None:

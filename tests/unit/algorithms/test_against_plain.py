@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_real.algorithms.ppo import PPO, PPOConfig
+from megatron_real.algorithms.configs import PPOConfig
+from megatron_real.algorithms.registry import find_algorithm
 from megatron_real.batch import Batch
 from megatron_real.dataflow import KeySpec, Per
 from tests.e2e.plain_ppo import (
@@ -69,7 +70,7 @@ def test_iteration_equals_the_reference(whiten: bool) -> None:
         REWARDS,
         {**config, **plain_options},
     )
-    ppo = PPO(PPOConfig(**config), end_token=0)
+    ppo = find_algorithm("ppo").build(PPOConfig(**config), end_token=0)
     for role in ("actor", "critic"):
         call = ppo.graph.call(f"{role}_train")
         prepared, _ = ppo.prepare(call, 0, _scalars(wanted))

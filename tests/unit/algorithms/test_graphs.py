@@ -6,9 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_real.algorithms.graphs import GRAPHS, graph_of, grpo_graph, ppo_graph, remax_graph
+from megatron_real.algorithms.graphs import (
+    graph_of,
+    grpo_graph,
+    ppo_graph,
+    reinforce_pp_graph,
+    remax_graph,
+    rloo_graph,
+)
 from megatron_real.dataflow import CallType, Graph, Per, Scope
-from megatron_real.errors import PlanError
+from megatron_real.errors import ConfigError, PlanError
 
 
 def test_calls_in_declared_order() -> None:
@@ -81,14 +88,17 @@ def test_more_reward_models(extra: int, calls: int) -> None:
         assert not graph.trained(f"reward{number}")
 
 
+GROUPS = {
+    ("actor_gen", "rew_inf"),
+    ("actor_gen", "ref_inf"),
+    ("actor_gen", "actor_train"),
+    ("rew_inf", "actor_train"),
+    ("ref_inf", "actor_train"),
+}
 EDGES = {
-    "grpo": {
-        ("actor_gen", "rew_inf"),
-        ("actor_gen", "ref_inf"),
-        ("actor_gen", "actor_train"),
-        ("rew_inf", "actor_train"),
-        ("ref_inf", "actor_train"),
-    },
+    "grpo": GROUPS,
+    "rloo": GROUPS,
+    "reinforce_pp": GROUPS,
     "remax": {
         ("actor_gen", "rew_inf"),
         ("greedy_gen", "greedy_rew_inf"),
@@ -102,6 +112,8 @@ EDGES = {
 }
 CALLS = {
     "grpo": "actor_gen rew_inf ref_inf actor_train",
+    "rloo": "actor_gen rew_inf ref_inf actor_train",
+    "reinforce_pp": "actor_gen rew_inf ref_inf actor_train",
     "remax": "actor_gen greedy_gen rew_inf greedy_rew_inf actor_train",
     "dpo": "ref_inf actor_train",
     "sft": "actor_train",
@@ -130,7 +142,21 @@ def test_group_advantages_need_every_reward() -> None:
     }
 
 
-@pytest.mark.parametrize("make", [grpo_graph, remax_graph])
+@pytest.mark.parametrize("make", [rloo_graph, reinforce_pp_graph, remax_graph])
+def test_a_penalty_in_the_reward_needs_the_policy_of_every_sequence(make: Callable[..., Graph]) -> None:
+    def scopes(*, reference: bool) -> dict[str, Scope]:
+        inputs = make("function", reference=reference).call("actor_train").inputs
+        return {entry.key: entry.scope for entry in inputs if "rewards" not in entry.key}
+
+    assert scopes(reference=True) == {
+        "tokens": Scope.SHARD,
+        "logprobs": Scope.FULL,
+        "ref_logprobs": Scope.FULL,
+    }
+    assert scopes(reference=False) == {"tokens": Scope.SHARD, "logprobs": Scope.SHARD}
+
+
+@pytest.mark.parametrize("make", [grpo_graph, rloo_graph, reinforce_pp_graph, remax_graph])
 def test_rewards_and_reference_of_the_others(make: Callable[..., Graph]) -> None:
     function = make("function", reference=False)
     assert function.models == ("actor",)
@@ -142,10 +168,12 @@ def test_rewards_and_reference_of_the_others(make: Callable[..., Graph]) -> None
 
 def test_by_name() -> None:
     assert graph_of("ppo", reward="function", reference=False) == ppo_graph("function", reference=False)
-    assert set(GRAPHS) == {"ppo", *EDGES}
-    with pytest.raises(PlanError, match=r"algorithm: found 'dapo'; expected one of ppo, grpo, remax"):
+    assert graph_of("grpo", clip_ratio=0.1) == grpo_graph(), "an option of the training alone"
+    with pytest.raises(ConfigError, match=r"algorithm: found 'dapo'; expected one of ppo, grpo, rloo, "):
         graph_of("dapo")
-    with pytest.raises(PlanError, match=r"algorithm grpo: found the options critic; .* reward, reference"):
+    with pytest.raises(ConfigError, match=r"algorithm grpo: found the options critic; .* reward, reference"):
         graph_of("grpo", critic=True)
-    with pytest.raises(PlanError, match="algorithm sft: found the options reference; expected none"):
+    with pytest.raises(
+        ConfigError, match="algorithm sft: found the options reference; expected some of num_"
+    ):
         graph_of("sft", reference=True)

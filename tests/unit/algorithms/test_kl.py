@@ -29,6 +29,35 @@ def test_unbiased(estimator: KLEstimator) -> None:
     torch.testing.assert_close(expectation, divergence, rtol=1e-12, atol=0)
 
 
+def test_gradient_of_the_expectation() -> None:
+    """What each estimator does as a term of the loss, over tokens that the policy sampled, exactly."""
+    generator = torch.Generator().manual_seed(4)
+    logits, ref_logits = torch.randn(2, 20, generator=generator, dtype=torch.float64)
+    ref = torch.log_softmax(ref_logits, dim=-1)
+    logits.requires_grad_()
+
+    def gradient(value: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    policy = torch.log_softmax(logits, dim=-1)
+    sampled = policy.exp().detach()
+    reverse = gradient((policy.exp() * (policy - ref)).sum())
+    forward = gradient((ref.exp() * (ref - policy)).sum())
+    wanted = {KLEstimator.K1: torch.zeros_like(reverse), KLEstimator.K2: reverse, KLEstimator.K3: forward}
+    for estimator, expected in wanted.items():
+        found = gradient((sampled * estimate_kl(policy, ref, estimator)).sum())
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert (reverse - forward).abs().max() > 0.01
+
+
+def test_k3_of_a_stray_token_is_finite() -> None:
+    logprobs = torch.tensor([-200.0, 0.0], requires_grad=True)
+    found = estimate_kl(logprobs, torch.tensor([0.0, -200.0]), KLEstimator.K3)
+    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    assert found.tolist() == pytest.approx([2.718281828459045**20 - 21, 199.0])
+    assert gradient.tolist() == pytest.approx([0.0, 1.0])
+
+
 def test_k3_is_never_negative() -> None:
     difference = torch.linspace(-3, 3, 101)
     assert (estimate_kl(difference, torch.zeros(101), KLEstimator.K3) >= 0).all()

@@ -1,4 +1,4 @@
-"""PPO as the runtime sees it: options, graph, `prepare` and its idempotence, objectives, state."""
+"""PPO: options, advantages and returns by hand, what its metrics mean. What all policies share: test_policies.py."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_real.algorithms.configs import PPOConfig
 from megatron_real.algorithms.losses import PolicyObjective, ValueObjective
-from megatron_real.algorithms.ppo import PPO, PPOConfig
-from megatron_real.backend import Algorithm, Head, Minibatching, Sampling
+from megatron_real.algorithms.registry import find_algorithm
+from megatron_real.backend import Algorithm
 from megatron_real.batch import Batch
 from megatron_real.dataflow import KeySpec, Per
 from megatron_real.errors import ConfigError, RealError
@@ -20,8 +21,8 @@ from megatron_real.errors import ConfigError, RealError
 LENGTHS = (4, 1, 7, 2, 5, 3)
 
 
-def _reward(prompts: list[str], responses: list[str], **columns: list[Any]) -> list[float]:
-    return [0.0] * len(prompts)
+def _ppo(config: PPOConfig) -> Algorithm:
+    return find_algorithm("ppo").build(config, end_token=0)
 
 
 def _scalars(seed: int = 0, *, reference: bool = True, **replace: list[float]) -> Batch:
@@ -44,13 +45,8 @@ def _scalars(seed: int = 0, *, reference: bool = True, **replace: list[float]) -
 
 
 def _prepare(config: PPOConfig, scalars: Batch, call: str = "actor_train") -> tuple[Batch, dict[str, float]]:
-    ppo = PPO(config, end_token=0)
+    ppo = _ppo(config)
     return ppo.prepare(ppo.graph.call(call), 0, scalars)
-
-
-def test_is_an_algorithm() -> None:
-    algorithm: Algorithm = PPO(PPOConfig(), end_token=0)
-    assert algorithm.graph.name == "ppo"
 
 
 def test_bad_options_are_reported_together() -> None:
@@ -87,55 +83,12 @@ def test_none_switches_clips_off() -> None:
     PPOConfig(value_clip=None, clip_ratio_high=None, reward_clip=None)
 
 
-def test_answers_to_the_runtime() -> None:
-    config = PPOConfig(
-        max_new_tokens=9, temperature=0.7, top_k=5, top_p=0.9, seed=3, num_minibatches=2, num_epochs=3
-    )
-    ppo = PPO(config, end_token=50)
-    call = ppo.graph.call
-    assert ppo.sampling(call("actor_gen")) == Sampling(
-        max_new_tokens=9, end_token=50, temperature=0.7, top_k=5, top_p=0.9, seed=3
-    )
-    assert ppo.temperature == 0.7
-    assert ppo.num_samples_per_prompt == 1
-    assert [ppo.head(call(name)) for name in ("ref_inf", "critic_inf", "rew_inf")] == [
-        Head.LOGPROBS,
-        Head.VALUES,
-        Head.SCORES,
-    ]
-    for name in ("actor_train", "critic_train"):
-        assert ppo.minibatching(call(name)) == Minibatching(num_minibatches=2, num_epochs=3)
-    for method, name in (
-        (ppo.sampling, "ref_inf"),
-        (ppo.head, "actor_train"),
-        (ppo.function, "rew_inf"),
-        (ppo.minibatching, "actor_gen"),
-        (ppo.objective, "critic_inf"),
-    ):
-        with pytest.raises(RealError, match=name):
-            method(call(name))
-    with pytest.raises(RealError, match="ref_inf"):
-        ppo.prepare(call("ref_inf"), 0, _scalars())
-
-
-def test_reward_function() -> None:
-    ppo = PPO(PPOConfig(), end_token=0, reward_function=_reward)
-    call = ppo.graph.call("rew_inf")
-    assert call.model is None
-    assert ppo.function(call) is _reward
-    with pytest.raises(RealError, match="rew_inf"):
-        ppo.head(call)
-
-
 def test_objectives() -> None:
-    ppo = PPO(
-        PPOConfig(clip_ratio=0.1, entropy_coefficient=0.01, value_clip=0.4, value_coefficient=2.0),
-        end_token=0,
-    )
+    ppo = _ppo(PPOConfig(clip_ratio=0.1, entropy_coefficient=0.01, value_clip=0.4, value_coefficient=2.0))
     actor, critic = (ppo.objective(ppo.graph.call(name)) for name in ("actor_train", "critic_train"))
     assert actor == PolicyObjective(clip_low=0.1, clip_high=0.1, entropy_coefficient=0.01)
     assert critic == ValueObjective(clip=0.4, coefficient=2.0)
-    ppo = PPO(PPOConfig(clip_ratio_high=0.3), end_token=0)
+    ppo = _ppo(PPOConfig(clip_ratio_high=0.3))
     assert ppo.objective(ppo.graph.call("actor_train")) == PolicyObjective(clip_low=0.2, clip_high=0.3)
 
 
@@ -213,7 +166,7 @@ def test_prepare_keeps_what_it_was_given() -> None:
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_prepare_is_idempotent_on_one_rank_and_on_two(adaptive: bool) -> None:
     config = PPOConfig(kl_adaptive=adaptive, kl_target=0.1, kl_horizon=10.0)
-    both, actor, critic = (PPO(config, end_token=0) for _ in range(3))
+    both, actor, critic = (_ppo(config) for _ in range(3))
     coefficients = []
     for iteration in range(4):
         scalars = _scalars(iteration)
@@ -236,12 +189,32 @@ def test_prepare_is_idempotent_on_one_rank_and_on_two(adaptive: bool) -> None:
     assert both.state_dict() == actor.state_dict() == critic.state_dict()
 
 
+def test_the_critic_learns_nothing_from_a_missing_reward() -> None:
+    """The values of a masked sequence weigh neither in the metrics nor in the losses."""
+    scalars = _scalars()
+    scalars.data["rewards"][2] = math.nan
+    prepared, metrics = _prepare(PPOConfig(), scalars)
+    assert prepared.data["kept"].tolist() == [1, 1, 0, 1, 1, 1]
+    assert prepared.data["returns"].isfinite().all()
+    kept = [0, 1, 3, 4, 5]
+    alone, its = _prepare(PPOConfig(), scalars.select(kept))
+    for key in ("advantages", "returns"):
+        assert torch.equal(prepared.select(kept).data[key], alone.data[key])
+    for name in ("return", "return_std", "advantage", "advantage_std", "explained_variance", "reward"):
+        assert metrics[name] == its[name]
+    objective = _ppo(PPOConfig()).objective(_ppo(PPOConfig()).graph.call("critic_train"))
+    values = torch.zeros(sum(LENGTHS))
+    whole, _ = objective.loss({"values": values}, prepared)
+    part, _ = objective.loss({"values": values[: sum(alone.response_lengths)]}, alone)
+    torch.testing.assert_close(whole, part)
+
+
 def test_resume_continues_the_coefficient() -> None:
     config = PPOConfig(kl_adaptive=True, kl_target=0.1, kl_horizon=10.0)
-    straight = PPO(config, end_token=0)
+    straight = _ppo(config)
     call = straight.graph.call("actor_train")
     straight.prepare(call, 0, _scalars(0))
-    resumed = PPO(config, end_token=0)
+    resumed = _ppo(config)
     with pytest.raises(RealError, match="expected 0"):
         resumed.prepare(call, 1, _scalars(1))
     resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
@@ -252,7 +225,7 @@ def test_without_a_reference() -> None:
     config = PPOConfig(reference=False, kl_coefficient=0.0)
     _, metrics = _prepare(config, _scalars(reference=False))
     assert not [name for name in metrics if name.startswith("kl")]
-    assert "ref_inf" not in [call.name for call in PPO(config, end_token=0).graph.calls]
+    assert "ref_inf" not in [call.name for call in _ppo(config).graph.calls]
 
 
 def test_kl_estimators_change_the_penalty() -> None:
@@ -290,12 +263,3 @@ def test_explained_variance_does_not_credit_a_critic_for_itself() -> None:
         followed = [reward for reward, length in zip(rewards, LENGTHS, strict=True) for _ in range(length)]
         errors = [reward - value for reward, value in zip(followed, walk, strict=True)]
         assert found == pytest.approx(1 - statistics.pvariance(errors) / statistics.pvariance(followed))
-
-
-@pytest.mark.parametrize("name", ["rewards", "values", "logprobs"])
-def test_not_finite_is_named(name: str) -> None:
-    scalars = _scalars()
-    scalars.data[name] = scalars.data[name].clone()
-    scalars.data[name][1 if name == "rewards" else LENGTHS[0]] = math.nan  # of sequence 1
-    with pytest.raises(RealError, match=rf"{name} of sequences \[1\] are not finite"):
-        _prepare(PPOConfig(), scalars)

@@ -2,6 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_real.algorithms.graphs import graph_of
+from megatron_real.algorithms.registry import ALGORITHMS
 from megatron_real.cli.main import main
 from megatron_real.plan import Plan
 
@@ -31,6 +33,22 @@ def test_a_split_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert str(plan.calls["actor_gen"].parallel) == "d1t2p1"
     assert plan.calls["critic_train"].ranks == (2, 4)
     assert "ref_inf" not in plan.calls
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_has_preset_plans(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "symmetric", "--devices-per-node", "2", "--algorithm", name]) == 0
+    plan = Plan.loads(capsys.readouterr().out)
+    assert plan.algorithm == name
+    plan.check(graph_of(name))
+
+
+def test_a_reference_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "symmetric", "--devices-per-node", "1", "--algorithm"]
+    assert main([*arguments, "remax", "--reference"]) == 0
+    assert "ref_inf" in Plan.loads(capsys.readouterr().out).calls
+    assert main([*arguments, "sft", "--reference"]) == 2
+    assert "algorithm sft: found the options reference" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_real.algorithms.graphs import graph_of
 from megatron_real.cli.main import main
 from megatron_real.cli.planning import choices, compose_options, hydra_overrides, split_arguments
 from megatron_real.cli.search import ProgressLine
@@ -117,7 +118,7 @@ def test_a_sweep_ends_with_one_table(capsys: pytest.CaptureFixture[str]) -> None
         (["cluster=cpu2"], "ConfigError", "model: found nothing; expected the actor's. Add model/actor=NAME ("),
         (["model=tiny", "cluster=cpu2", "cluster.device=tpu"], "ConfigError", "cluster.device: found 'tpu'"),
         (["model=tiny", "cluster=cpu2", "algorithm=pppo"], "ConfigError", "algorithm: found 'pppo'"),
-        (["model=tiny", "cluster=cpu2", "algorithm=grpo"], "PlanError", "found the algorithm 'grpo'"),
+        (["model=tiny", "cluster=cpu2", "algorithm.critic=true"], "ConfigError", "found the options critic"),
         (["model=tiny", "cluster=cpu2", "search.strategy=magic"], "ConfigError", "found 'magic'; expected one of"),
         (["model=tiny", "cluster=cpu2", "workload.batchsize=3"], "ConfigError", "workload.batchsize: found an unknown"),
         (["model=tiny", "cluster=cpu2", "worklod.batch_size=3"], "ConfigError", "worklod: found an unknown option"),
@@ -159,9 +160,11 @@ def test_a_profile_of_another_device_is_refused(capsys: pytest.CaptureFixture[st
 
 
 def test_what_the_runtime_cannot_execute_is_planned_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["search", "model=tiny", "cluster=cpu2", "algorithm=grpo", "search.plan_only=true", *SMALL]
-    assert main([*argv, "search.context_parallel=false"]) == 0
-    assert "executable: no: the runtime runs ppo, not grpo" in capsys.readouterr().out
+    long = ["workload.batch_size=2", "workload.prompt.mean=4096", "workload.response.length=16"]
+    argv = ["search", "model=tiny", "cluster=h200", "algorithm=grpo", "pins.actor_train.layout.cp=2", *long]
+    assert "calls.actor_train: found no placement" in _error(argv, capsys)
+    assert main([*argv, "search.plan_only=true"]) == 0
+    assert "executable: no: calls.actor_train.layout.cp: found cp=2" in capsys.readouterr().out
     assert Plan.load("plan.json").algorithm == "grpo"
 
 
@@ -187,7 +190,7 @@ def test_every_algorithm_has_a_workload(algorithm: str) -> None:
     for name in ("output", "pictures"):
         tree.pop(name)
     inputs = PlanInputs.from_tree(tree)
-    assert inputs.algorithm.name == algorithm
+    assert graph_of(inputs.algorithm.name, **inputs.algorithm.options).calls
     assert inputs.workload.response.distribution("x").mean > 0
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_real.algorithms.graphs import dpo_graph, ppo_graph
-from megatron_real.cli.graphs import graph_of_plan
+from megatron_real.algorithms.graphs import graph_of, ppo_graph
+from megatron_real.algorithms.registry import ALGORITHMS, graph_of_plan
 from megatron_real.cli.main import main
 from megatron_real.plan import ClusterSpec, Plan
 from megatron_real.plan_search.presets import split, symmetric
@@ -141,7 +141,13 @@ def test_show_says_what_the_plan_records(searched: Path, capsys: pytest.CaptureF
 
 def test_the_graph_of_a_plan_is_that_which_its_calls_show() -> None:
     cluster = ClusterSpec(devices_per_node=1)
-    for graph in (ppo_graph(), ppo_graph(reference=False), ppo_graph(extra_rewards=2), dpo_graph()):
+    by_name = [graph_of(name) for name in ALGORITHMS]
+    for graph in (
+        *by_name,
+        ppo_graph(reference=False),
+        ppo_graph(extra_rewards=2),
+        graph_of("remax", reference=True),
+    ):
         assert graph_of_plan(symmetric(graph, cluster)) == graph
     function = ppo_graph("function")
     assert graph_of_plan(symmetric(function, cluster), {"reward": "function"}) == function

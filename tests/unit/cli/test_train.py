@@ -104,7 +104,7 @@ class Launches:
         self.options.append(RunOptions.loads(Path(command[3]).read_text()))
         if number in self.failing:
             return (RankExit(rank=1, code=-9), RankExit(rank=0, code=1))
-        (folder / "summary.json").write_text(json.dumps({"reward_last": number + 0.5, "iteration_s": 2.0}))
+        (folder / "summary.json").write_text(json.dumps({"goal_last": number + 0.5, "iteration_s": 2.0}))
         return ()
 
 
@@ -209,7 +209,7 @@ def _finished_run(folder: Path) -> dict[str, str]:
     (folder / "checkpoints" / "run_state.json").write_text('{"iteration": 7}')
     for name in ("plan.json", "options.json", "logs/rank-1.log"):
         (folder / name).write_text(f"{name} of the finished run")
-    (folder / "summary.json").write_text('{"reward_last": 77.0}')
+    (folder / "summary.json").write_text('{"goal_last": 77.0}')
     return _files(folder)
 
 
@@ -244,7 +244,7 @@ def test_a_failed_job_has_no_numbers_of_an_earlier_run(
 ) -> None:
     _finished_run(tmp_path / "runs/sweep/0")  # refused
     (tmp_path / "runs/sweep/1").mkdir()
-    (tmp_path / "runs/sweep/1/summary.json").write_text('{"reward_last": 88.0}')
+    (tmp_path / "runs/sweep/1/summary.json").write_text('{"goal_last": 88.0}')
     launches.failing = {0}
     assert main([*_SMOKE, "plan=symmetric", "seed=1,2", "output=runs/sweep", "-m"]) == 2
     assert len(launches.options) == 1

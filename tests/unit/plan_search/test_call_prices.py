@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_real.algorithms.graphs import ppo_graph
+from megatron_real.algorithms.graphs import dpo_graph, grpo_graph, ppo_graph, reward_graph, sft_graph
 from megatron_real.data_plan import assign
+from megatron_real.dataflow import Graph
 from megatron_real.errors import PlanError
 from megatron_real.layout import Layout
 from megatron_real.model_shape import ModelShape
@@ -306,6 +307,28 @@ def test_messages_between_nodes_cost_more() -> None:
     assert price("ref_inf", "d1t1p4", costs, per_node=2, start=1).seconds == pytest.approx(21 * hop)
 
 
+def test_the_head_sees_what_the_loss_is_over() -> None:
+    """Response tokens under a language model or a critic; of a reward model the last token of each sequence."""
+
+    def positions(graph: Graph, call: str, *, scalar: bool) -> float:
+        costs = FakeCosts(per_token=dict.fromkeys(Pass, 0.0), head_per_position=1.0)
+        model = ModelSpec(shape=dataclasses.replace(SHAPE, scalar_head=scalar))
+        work = dataclasses.replace(CONSTANT, unit=2 if graph.name in ("dpo", "reward") else 1)
+        cluster = Cluster(
+            spec=ClusterSpec(devices_per_node=1), device=Device(name="x", memory_bytes=1, constants={})
+        )
+        pricer = CallPricer(graph, dict.fromkeys(graph.models, model), cluster, work, costs)
+        placement = Placement(ranks=(0, 1), num_microbatches=2)
+        return pricer.price(graph.call(call), placement).seconds / 2  # forward and backward
+
+    count, answers = CONSTANT.num_sequences, CONSTANT.num_sequences * CONSTANT.response.mean
+    assert positions(sft_graph(), "actor_train", scalar=False) == answers
+    assert positions(dpo_graph(), "actor_train", scalar=False) == 2 * answers
+    assert positions(reward_graph(), "reward_train", scalar=True) == 2 * count
+    assert positions(ppo_graph(), "critic_train", scalar=True) == answers
+    assert positions(grpo_graph(), "actor_train", scalar=False) == answers
+
+
 def test_ranks_share_the_cores_of_a_small_node() -> None:
     for constants, busy in (({}, 1), ({"cores_per_node": 2}, 4), ({"cores_per_node": 4}, 1)):
         costs = FakeCosts()
@@ -333,7 +356,10 @@ def test_what_has_no_price_is_refused() -> None:
     pricer = CallPricer(GRAPH, {}, cluster, CONSTANT, FakeCosts())
     with pytest.raises(PlanError, match=r"ref_inf.*'ref'"):
         pricer.price(GRAPH.call("ref_inf"), Placement(ranks=(0, 1)))
-    with pytest.raises(PlanError, match="32 sequences"):
+    with pytest.raises(PlanError, match="32 sequences cannot be cut"):
         price("actor_train", "d8t1p1", FakeCosts(), microbatches=5)
+    pairs = dataclasses.replace(CONSTANT, batch_size=16, unit=2)
+    with pytest.raises(PlanError, match=r"32 sequences \(of which 2 each stay together\) cannot be cut"):
+        price("actor_train", "d4t1p1", FakeCosts(), microbatches=5, workload=pairs)
     with pytest.raises(PlanError, match="do not divide"):
         price("ref_inf", "d1t1p3", FakeCosts())

@@ -25,7 +25,7 @@ from megatron_real.plan_search.simulator import TransferTime, simulate
 from megatron_real.program import Instruction, Program, Transfer, compile_program
 from megatron_real.trace import Span, SpanKind
 
-KINDS = {kind.value: kind for kind in SpanKind} | {"reload": SpanKind.OFFLOAD}
+KINDS = {kind.value: kind for kind in SpanKind} | {"reload": SpanKind.OFFLOAD, "evaluation": SpanKind.OTHER}
 
 
 class Prices:
@@ -158,6 +158,15 @@ def test_what_is_measured_by_hand() -> None:
     assert result.waits == {0: pytest.approx(2.0), 1: pytest.approx(0.25)}
     # Rank 0: half a second before the training of iteration 1; rank 1: from 22.5 to 24 in iteration 1.
     assert result.between_s == pytest.approx((0.25 + 0.75) / 2)
+
+
+def test_an_evaluation_is_in_no_iteration() -> None:
+    spans = [
+        span(*one)
+        for one in ((0, 0, "evaluation", -5, 0), (0, 1, "evaluation", 16, 16.5), (0, 2, "evaluation", 28, 40))
+    ]
+    assert iteration_seconds([*two_iterations(), *spans]) == {0: 6, 1: 11.5}
+    assert compare([*two_iterations(), *spans], None, warmup=0).iterations == 2
 
 
 def test_iterations_of_the_warm_up_do_not_count_but_one_always_does() -> None:

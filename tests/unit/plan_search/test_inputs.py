@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_real.algorithms.graphs import dpo_graph, grpo_graph, ppo_graph, remax_graph
+from megatron_real.algorithms.graphs import (
+    dpo_graph,
+    grpo_graph,
+    ppo_graph,
+    remax_graph,
+    reward_graph,
+    sft_graph,
+)
 from megatron_real.errors import ConfigError
 from megatron_real.plan import Plan
 from megatron_real.plan_search.inputs import LengthInputs, PlanInputs, SearchInputs
@@ -112,6 +119,17 @@ def test_critic_and_reward_have_a_scalar_head() -> None:
     models = planner_of(PlanInputs.from_tree(_tree()), ppo_graph(extra_rewards=1)).prices.models
     heads = {role: spec.shape.scalar_head for role, spec in models.items()}
     assert heads == {"actor": False, "ref": False, "critic": True, "reward": True, "reward2": True}
+    # Of a model of one's own what it makes tells: here a number per sequence.
+    base = grpo_graph()
+    judged = replace(
+        base, calls=tuple(replace(c, model="judge") if c.model == "reward" else c for c in base.calls)
+    )
+    models = planner_of(PlanInputs.from_tree(_tree()), judged).prices.models
+    assert {role: spec.shape.scalar_head for role, spec in models.items()} == {
+        "actor": False,
+        "judge": True,
+        "ref": False,
+    }
 
 
 def test_lengths(tmp_path: Path) -> None:
@@ -139,14 +157,25 @@ def test_lengths(tmp_path: Path) -> None:
 
 def test_a_call_works_on_as_many_sequences_as_its_algorithm_says() -> None:
     inputs = PlanInputs.from_tree(_tree(workload={**WORKLOAD, "group_size": 4}))
-    grpo = planner_of(inputs, grpo_graph()).workload
-    assert {grpo.num_sequences(call) for call in grpo_graph().calls} == {64}
-    dpo = planner_of(PlanInputs.from_tree(_tree()), dpo_graph()).workload
-    assert {dpo.num_sequences(call) for call in dpo_graph().calls} == {32}  # pairs
-    remax = planner_of(PlanInputs.from_tree(_tree()), remax_graph()).workload
-    assert remax.num_sequences(remax_graph().call("greedy_gen")) == 16
-    mine = PlanInputs.from_tree(_tree(workload={**WORKLOAD, "sequences": {"ref_inf": 3}}))
-    assert planner_of(mine, dpo_graph()).workload.num_sequences(dpo_graph().call("ref_inf")) == 3
+    assert planner_of(inputs, grpo_graph()).workload.num_sequences == 64
+    for graph, pairs in (
+        (dpo_graph(), True),
+        (reward_graph(), True),
+        (sft_graph(), False),
+        (remax_graph(), False),
+    ):
+        found = planner_of(PlanInputs.from_tree(_tree()), graph).workload
+        assert (found.unit, found.num_sequences) == ((2, 32) if pairs else (1, 16)), graph.name
+    options = {"name": "grpo", "samples_per_prompt": 8, "num_minibatches": 2, "num_epochs": 3}
+    same = planner_of(PlanInputs.from_tree(_tree(algorithm=options)), grpo_graph()).workload
+    assert (same.group_size, same.num_minibatches, same.num_epochs) == (8, 2, 3), "as a training has them"
+    with pytest.raises(ConfigError, match=r"algorithm.num_epochs: found 0; expected a whole number"):
+        planner_of(PlanInputs.from_tree(_tree(algorithm={"name": "grpo", "num_epochs": 0})), grpo_graph())
+    # An algorithm of the user's own says it itself.
+    own = replace(dpo_graph(), name="my_pairs:ALGORITHM")
+    assert planner_of(PlanInputs.from_tree(_tree()), own).workload.unit == 1
+    mine = PlanInputs.from_tree(_tree(workload={**WORKLOAD, "unit": 2}))
+    assert planner_of(mine, own).workload.num_sequences == 32
     assert "workload.function_s.rew: found no such call" in _refused(
         _tree(workload={**WORKLOAD, "function_s": {"rew": 0.1}})
     )
@@ -180,6 +209,18 @@ def test_a_plan_records_enough_to_make_its_planner_again(response: dict[str, Any
     assert again.inputs_hash() == planner.inputs_hash() == (plan.predicted.model_extra or {})["inputs_hash"]  # type: ignore[union-attr]
     assert again.estimate(plan).period_s == pytest.approx(plan.predicted.iteration_s, rel=1e-6)  # type: ignore[union-attr]
     assert changed_inputs(plan, again) == ()
+
+
+def test_a_model_that_follows_another_one_is_priced_and_recorded() -> None:
+    plan, plain = _planned(_tree())
+    assert plan.predicted is not None
+    planner = planner_of(PlanInputs.from_tree(_tree()), ppo_graph(reference_ema=0.1, reference_ema_every=2))
+    found = planner.estimate(plan.model_copy(update={"predicted": None}))
+    assert "mix:ref" in {span.name for span in found.simulation.spans}
+    assert found.period_s > plain.estimate(plan).period_s
+    assert planner.inputs()["updates"] == [{"target": "ref", "source": "actor", "mix": 0.1, "every": 2}]
+    (change,) = changed_inputs(plan, planner)
+    assert change.startswith("updates: nothing -> [{'target': 'ref'")
 
 
 def test_other_inputs_are_named() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_real.algorithms.graphs import ppo_graph, sft_graph
+from megatron_real.algorithms.graphs import dpo_graph, ppo_graph, sft_graph
+from megatron_real.dataflow import Update
 from megatron_real.errors import PlanError
 from megatron_real.layout import Layout, coordinates_of
 from megatron_real.model_shape import ModelShape
@@ -19,6 +20,7 @@ from megatron_real.plan_search.memory_report import MemoryReport, memory_report
 from megatron_real.plan_search.models import ModelSpec
 from megatron_real.plan_search.workload import LengthDistribution, Workload
 from megatron_real.program import (
+    Mix,
     Offload,
     Program,
     Realloc,
@@ -71,11 +73,11 @@ def _place(start: int, *, options: dict[str, Any] | None = None, **degrees: Any)
     return Placement(ranks=(start, start + size), layout=layout, **(options or {}))
 
 
-def _program(memory: MemoryModel, **calls: Placement) -> Program:
+def _program(memory: MemoryModel, *updates: Update, **calls: Placement) -> Program:
     plan = Plan(
         algorithm="ppo", cluster=memory.cluster.spec, calls={c.name: calls[c.name] for c in GRAPH.calls}
     )
-    return compile_program(GRAPH, plan)
+    return compile_program(replace(GRAPH, updates=updates), plan)
 
 
 CALLS = {
@@ -165,6 +167,25 @@ def test_calls_by_hand() -> None:
         call, _place(0, dp=2, pp=2, options={"num_microbatches": 4, "recompute": "full"})
     )
     assert full.active_bytes[0] == layer + 3 * 4 * 36 * 2 * 128
+
+
+def test_pairs_stay_together_in_training_alone() -> None:
+    graph = dpo_graph()
+    base = _memory(batch_size=20, unit=2, num_minibatches=1)
+    memory = MemoryModel(graph, base.models, base.cluster, base.workload)
+    placement = _place(0, dp=4, options={"num_microbatches": 3})
+
+    def load(name: str) -> int:
+        return memory.call_memory(graph.call(name), placement).active_bytes[0]
+
+    # 10 of 40 sequences in 3 micro-batches of at most 4; but of 5 pairs in 3 micro-batches at most 2, so 4 sequences.
+    per_sequence = 36 * (10 * 128 + 8 * 128 + 4 * 512), 20 * 1024 * 10
+    assert load("ref_inf") == 4 * sum(per_sequence)
+    assert load("actor_train") == 4 * (4 * per_sequence[0] + per_sequence[1])
+    # One of 4 micro-batches of 5 pairs has two of them.
+    for number, rows in ((4, 4), (5, 2)):
+        placement = _place(0, dp=4, options={"num_microbatches": number})
+        assert load("actor_train") == rows * (4 * per_sequence[0] + per_sequence[1])
 
 
 def test_context_parallelism_divides_positions() -> None:
@@ -269,6 +290,13 @@ class _OneRank:
                 self.see(staging)
                 if realloc.stream:
                     self.held[realloc.name] = staging
+            case Mix(source=source, target=target, from_host=from_host):
+                if from_host and self.rank in target.mesh:
+                    self.add(target)
+                sides = [copy for copy in (source, target) if self.rank in copy.mesh]
+                self.see(sum(2 * min(32 << 20, self.held[copy]) for copy in sides))
+                if from_host and self.rank in target.mesh:
+                    self.held.pop(target)
             case Reload(copy=copy, what=what):
                 self.bring(copy, what)
             case Offload(copy=copy, what=what):
@@ -282,10 +310,19 @@ class _OneRank:
                 pass
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_reports_are_a_walk_of_every_rank(name: str) -> None:
+FOLLOWING = (Update(target="ref", source="actor", mix=0.1),)
+
+
+@pytest.mark.parametrize(
+    ("name", "updates"),
+    [
+        *((name, ()) for name in PLANS),
+        *((name, FOLLOWING) for name in ("split", "offloaded", "dropped", "one window")),
+    ],
+)
+def test_reports_are_a_walk_of_every_rank(name: str, updates: tuple[Update, ...]) -> None:
     memory = _memory()
-    program = _program(memory, **PLANS[name])
+    program = _program(memory, *updates, **PLANS[name])
     report = memory_report(memory, program)
     assert [rank for group in report.groups for rank in group.mesh.ranks] == list(range(8))
     for rank in range(8):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_real.data_plan import Lengths, TransferPlan, assign, build_transfer_plans
-from megatron_real.dataflow import Call, CallType, Graph, Input, KeySpec, Per, Scope
+from megatron_real.dataflow import Call, CallType, Graph, Input, KeySpec, Per, Scope, Update
 from megatron_real.errors import PlanError
 from megatron_real.layout import Layout, Mesh
 from megatron_real.model_shape import ModelShape
@@ -170,13 +170,27 @@ def test_data_to_another_window() -> None:
     assert found.wire_s == pytest.approx(4 * num_bytes + 2 * 4000)
 
 
-def test_lengths_go_to_everybody_else() -> None:
-    graph = _graph(CallType.TRAIN)
-    found = _pricer(graph).transfer(graph.call("make"), None, _placement(0, dp=4), _placement(0, dp=4))
+def test_lengths_go_to_all_who_need_them() -> None:
+    pricer = _pricer(_graph(CallType.TRAIN))
     # 12 others over 4 senders: three messages each of 16 lengths.
-    assert found == pytest.approx((3 * 12.8, 3 * 4000, 12.8))
-    everywhere = _placement(0, dp=16)
-    assert _pricer(graph).transfer(graph.call("make"), None, everywhere, everywhere) == (0, 0, 0)
+    assert pricer.lengths(Mesh(0, 4), 12) == pytest.approx((3 * 12.8, 3 * 4000, 12.8))
+    assert pricer.lengths(Mesh(0, 4), 1) == pytest.approx((12.8, 4000, 12.8))
+    assert pricer.lengths(Mesh(0, 16), 0) == (0, 0, 0)
+
+
+def test_a_model_follows_another_one() -> None:
+    """Weights move as in a reallocation; those that are there already are copied, where a reallocation does nothing."""
+    pricer = _pricer(_graph(CallType.TRAIN))
+    update = Update(target="other", source="actor", mix=0.5)
+    here, there = _at(0, dp=4), _at(8, tp=4)
+    assert pricer.mix(update, here, there, from_host=False) == pricer.realloc("other", here, there).seconds
+    assert pricer.realloc("other", here, here).seconds == 0
+    stays = pricer.mix(update, here, here, from_host=False)
+    assert stays == pytest.approx(NUM_BYTES / 10)
+    whole = copy_memory(pricer.models["other"], here[1], False).weights_bytes[0]
+    assert pricer.mix(update, here, here, from_host=True) == pytest.approx(stays + 2 * whole)
+    rarely = dataclasses.replace(update, every=4)
+    assert pricer.mix(rarely, here, here, from_host=False) == pytest.approx(stays / 4)
 
 
 def _placement(start: int, **degrees: int) -> Placement:

@@ -10,7 +10,7 @@ from itertools import permutations
 
 import pytest
 
-from megatron_real.algorithms.graphs import graph_of, ppo_graph
+from megatron_real.algorithms.graphs import dpo_graph, graph_of, ppo_graph, reward_graph, sft_graph
 from megatron_real.dataflow import CallType
 from megatron_real.errors import PlanError
 from megatron_real.layout import Layout, Mesh
@@ -93,6 +93,15 @@ def test_split_halves(reward: str) -> None:
     assert layouts["actor_gen"] == layouts["actor_train"] == "d1t2p1"
     assert layouts["critic_train"] == "d1t1p2"
     assert layouts["ref_inf"] == layouts["critic_inf"] == layouts["rew_inf"] == "d2t1p1"
+
+
+def test_split_without_a_critic_or_reward() -> None:
+    """Preference training has an actor and its reference only: the one that trains and the frozen one part."""
+    plan = split(dpo_graph(), FOUR)
+    assert (plan.calls["actor_train"].ranks, plan.calls["ref_inf"].ranks) == ((0, 2), (2, 4))
+    for graph in (sft_graph(), reward_graph()):
+        with pytest.raises(PlanError, match=f"all calls of {graph.name} on one half"):
+            split(graph, FOUR)
 
 
 def test_split_uneven_cluster() -> None:
@@ -263,6 +272,30 @@ def test_every_way_to_split() -> None:
         *((actor, rest, actor) for actor, rest in permutations(halves)),
         *permutations(thirds),
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dpo", {(Mesh(0, 2), Mesh(2, 4)), (Mesh(2, 4), Mesh(0, 2))}),
+        ("sft", {(Mesh(0, 4),)}),
+    ],
+)
+def test_splits_of_graphs_without_a_generation(name: str, expected: set[tuple[Mesh, ...]]) -> None:
+    problem = small_problem(0, graph_of(name), capacity=10**6)
+    found = preset_families("split", problem)
+    names = [call.name for call in problem.graph.calls]
+    assert {tuple(family.problem.pinned[call] for call in names) for family in found} == expected
+
+
+@pytest.mark.parametrize("kind", PRESETS)
+@pytest.mark.parametrize("name", ["dpo", "sft", "reward", "remax", "rloo"])
+def test_every_graph_has_every_preset(name: str, kind: str) -> None:
+    problem = small_problem(0, graph_of(name), capacity=10**6, keep=1.0)
+    solution = solve_preset(kind, problem)
+    assert solution.assignment is not None
+    assert solution.gap == 0
+    problem.to_plan(solution.assignment, solution.order).check(problem.graph)
 
 
 def test_pins_hold_and_may_leave_no_plan_of_the_kind() -> None:

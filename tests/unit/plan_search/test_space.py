@@ -9,7 +9,8 @@ import pytest
 
 from megatron_real.algorithms.graphs import graph_of, ppo_graph
 from megatron_real.capabilities import capability_problems
-from megatron_real.dataflow import Graph
+from megatron_real.data_plan import Lengths, assign
+from megatron_real.dataflow import Call, CallType, Graph, Input, KeySpec, Per, Scope
 from megatron_real.errors import PlanError
 from megatron_real.layout import Layout, Mesh
 from megatron_real.model_shape import ModelShape
@@ -100,11 +101,46 @@ def test_what_the_runtime_cannot_execute_is_offered_for_pricing_only() -> None:
     assert degrees(SpaceOptions(plan_only=True)) > {1}
 
 
-def test_an_algorithm_that_the_runtime_does_not_know_needs_plan_only() -> None:
-    one = planner(graph_of("grpo"))
-    with pytest.raises(PlanError, match=r"the runtime executes ppo. Add --plan-only"):
+def test_a_graph_that_the_runtime_cannot_execute_needs_plan_only() -> None:
+    """Responses to what a model made of the prompts: there is a price, but no runtime for it."""
+    base = graph_of("grpo")
+    again = Call(
+        name="second_gen",
+        model="actor",
+        type=CallType.GENERATE,
+        inputs=(Input(key="rewards", scope=Scope.FULL),),
+        outputs=("second",),
+        sequences="second",
+    )
+    key = KeySpec(name="second", per=Per.TOKEN, dtype="int64", sequences="second")
+    one = planner(replace(base, calls=(*base.calls, again), keys=(*base.keys, key)))
+    with pytest.raises(PlanError, match=r"cannot execute grpo: calls.second_gen.inputs: .* add --plan-only"):
         one.space()
     assert one.space(SpaceOptions(plan_only=True)).num_priced > 0
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward", "sft", "grpo", "rloo", "reinforce_pp", "remax"])
+def test_options_cut_the_batch_as_the_runtime_does(name: str) -> None:
+    """The batch is small, so that few cuts are possible; of preference data pairs stay together."""
+    one = planner(graph_of(name))
+    unit = 2 if name in ("dpo", "reward") else 1
+    work = replace(one.workload, batch_size=12, unit=unit, num_minibatches=2)
+    changed = Planner(one.graph, one.prices.models, one.cluster.spec, work)
+    found = changed.space(SpaceOptions(keep_layouts=True, offload=False, stream=False)).problem
+    lengths = Lengths(prompt=(3,) * 12 * unit, response=(5,) * 12 * unit)
+    cuts: dict[str, set[tuple[int, int]]] = {}
+    for (call_name, size), options in found.options.items():
+        call = one.graph.call(call_name)
+        for option in options:
+            placement = option.placement(Mesh(0, size))
+            assign(call, placement, lengths, 2 if call.trains else 1, unit=unit if call.trains else 1)
+            if call.model is not None:
+                cuts.setdefault(call_name, set()).add((option.layout.dp, option.num_microbatches))
+    for call_name, pairs in cuts.items():
+        # 6 units of a step: never more data-parallel ranks and micro-batches than these.
+        most = 6 if one.graph.call(call_name).trains else 12 * unit
+        assert max(dp * number for dp, number in pairs) <= most
+        assert max(dp for dp, _ in pairs) > 1
 
 
 def test_no_option_of_a_layout_is_beaten_by_another_one() -> None:

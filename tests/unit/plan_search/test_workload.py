@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_real.algorithms.graphs import ppo_graph
+from megatron_real.algorithms.graphs import dpo_graph, ppo_graph
 from megatron_real.errors import ConfigError
 from megatron_real.plan_search.workload import LengthDistribution, Workload
 
@@ -64,14 +64,23 @@ def test_calls_share_out_the_batch() -> None:
         group_size=2,
         num_minibatches=4,
         num_epochs=3,
-        sequences={"rew_inf": 7},
     )
     train, generate = graph.call("actor_train"), graph.call("actor_gen")
-    assert workload.num_sequences(generate) == 128
-    assert workload.num_sequences(graph.call("rew_inf")) == 7
+    assert workload.num_sequences == 128
     assert (workload.num_steps(train), workload.step_sequences(train)) == (12, 32)
     assert (workload.num_steps(generate), workload.step_sequences(generate)) == (1, 128)
     assert workload.mean_square_length == pytest.approx(64**2)
+
+
+def test_pairs_are_two_sequences_that_only_a_training_keeps_together() -> None:
+    graph = dpo_graph()
+    one = LengthDistribution.constant(8)
+    workload = Workload(batch_size=10, prompt=one, response=one, unit=2, num_minibatches=3)
+    train, ref = graph.call("actor_train"), graph.call("ref_inf")
+    assert workload.num_sequences == 20
+    assert (workload.step_units(ref), workload.step_sequences(ref)) == (20, 20)
+    # Three minibatches of three pairs; the tenth pair makes one of them larger.
+    assert (workload.step_units(train), workload.step_sequences(train)) == (3, 6)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,8 @@ def test_lines_and_tables() -> None:
         "iteration": {"duration_s": 2.0, "tokens": 3000},
     }
     assert iteration_line(4, 20, metrics) == "iteration 5/20: 2.00 s, 1500 tokens/s, reward 0.4124, kl 0.01"
+    loss: IterationMetrics = {"actor_train": {"loss": 2.5, "steps": {"loss": [2.0, 3.0]}}}
+    assert iteration_line(0, 20, loss, "loss") == "iteration 1/20: loss 2.5"
     assert rank_ranges([6, 0, 1, 2, 4]) == "0-2, 4, 6"
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=True)
@@ -134,6 +136,20 @@ def test_lines_and_tables() -> None:
         plain.print(position_table({0: gen, 1: gen, 2: Position()}))
     lines = [line.split() for line in captured.get().splitlines()]
     assert lines[1:] == [["0-1", "3", "run:actor_gen"], ["2", "-", "between", "instructions"]]
+
+
+def test_evaluations_have_a_line_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    found = {"accuracy": 0.71239, "accuracy_error": 0.0123, "loss": 0.5}
+    metrics: IterationMetrics = {"eval": found, "actor_train": {"accuracy": 0.7}}
+    display = Display(3, goal="accuracy", live=False)
+    with caplog.at_level("INFO", logger="megatron_real"):
+        for iteration in (2, 3):
+            display.iteration(iteration, metrics if iteration < 3 else {"eval": {"loss": 0.25}})
+    assert [record.message for record in caplog.records] == [
+        "evaluation after 2 iterations: accuracy 0.7124 ± 0.012, loss 0.5",
+        "iteration 3/3: accuracy 0.7",
+        "evaluation after 3 iterations: loss 0.25",
+    ]
 
 
 def test_broken_connections_are_told_from_errors_of_their_own() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_real.errors import ConfigError
-from megatron_real.runtime.metrics import MetricsWriter, flatten, read_metrics
+from megatron_real.runtime.metrics import MetricsWriter, flatten, fold, goal_value, read_metrics
 
 
 def test_flattens_by_call() -> None:
@@ -22,6 +22,22 @@ def test_flattens_by_call() -> None:
         "actor_train/steps/loss": [0.6, 0.4],
         "iteration/duration_s": 2.0,
     }
+
+
+def test_the_goal_is_the_batchs_or_a_calls() -> None:
+    row = {"iteration": 3, "eval/loss": 9.0, "eval/actor_train/loss": 8.0, "actor_train/steps/loss": [1.0]}
+    assert goal_value(row, "loss") is None
+    assert goal_value(row | {"actor_train/loss": 2}, "loss") == 2.0
+    assert goal_value(row | {"actor_train/loss": 2.0, "loss": 1.0}, "loss") == 1.0
+
+
+def test_what_ranks_counted_of_rewards_is_added_up() -> None:
+    counts = {
+        "0": {"missing/late": 2, "sum/f": 3.0, "values/f": 2},
+        "1": {"missing/late": 1, "sum/f": 1.0, "values/f": 2},
+    }
+    folded = fold({"rewards": counts, "eval/rewards": {"1": {"missing/crashed": 1}}}, {})
+    assert flatten(folded) == {"rewards/missing/late": 3, "rewards/f": 1.0, "eval/rewards/missing/crashed": 1}
 
 
 def test_a_resumed_run_leaves_one_row_per_iteration(tmp_path: Path) -> None:

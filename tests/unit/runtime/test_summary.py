@@ -6,14 +6,20 @@ import math
 
 import pytest
 
+from megatron_real.backend import Goal
 from megatron_real.runtime.summary import concurrent_s, summarize
 from megatron_real.trace import Span, SpanKind
 
 
 def span(rank: int, name: str, start_s: float, end_s: float, **facts: object) -> Span:
-    kind = {"run": "run", "realloc": "realloc", "transfer": "transfer", "save": "save"}[
-        name.partition(":")[0]
-    ]
+    kinds = {
+        "run": "run",
+        "realloc": "realloc",
+        "transfer": "transfer",
+        "save": "save",
+        "evaluation": "other",
+    }
+    kind = kinds[name.partition(":")[0]]
     return Span(
         rank=rank, iteration=0, name=name, kind=SpanKind(kind), start_s=start_s, end_s=end_s, facts=facts
     )
@@ -97,8 +103,8 @@ def test_rewards() -> None:
     rewards = [1, 2, 3, 4, 5, 100, 11, 12, 13, 14, 15]
     metrics = [{"iteration": i, "reward": r, "explained_variance": 0.1 * i} for i, r in enumerate(rewards)]
     summary = summarize([], metrics)
-    assert (summary["reward_first"], summary["reward_last"]) == (3.0, 13.0)
-    assert summary["reward_standard_error"] == pytest.approx(math.sqrt(2.5 / 5 + 2.5 / 5))
+    assert (summary["goal_first"], summary["goal_last"]) == (3.0, 13.0)
+    assert summary["goal_standard_error"] == pytest.approx(math.sqrt(2.5 / 5 + 2.5 / 5))
     assert summary["explained_variance"] == pytest.approx(0.8)
     assert "iteration_s" not in summary
 
@@ -109,9 +115,39 @@ def test_rewards() -> None:
 )
 def test_rewards_of_short_runs(rewards: list[float], first: float, last: float, has_error: bool) -> None:
     summary = summarize([], [{"reward": reward} for reward in rewards])
-    assert (summary["reward_first"], summary["reward_last"]) == (first, last)
-    assert (summary["reward_standard_error"] is not None) == has_error
+    assert (summary["goal_first"], summary["goal_last"]) == (first, last)
+    assert (summary["goal_standard_error"] is not None) == has_error
     assert summary["explained_variance"] is None
+
+
+def test_a_goal_of_a_call_and_its_evaluations() -> None:
+    metrics = [
+        {"iteration": i, "eval/accuracy": 0.5 + 0.1 * i, "eval/accuracy_error": 0.01 * (i + 1)}
+        for i in range(3)
+    ]
+    for row, accuracy in zip(metrics[:2], (0.4, 0.6), strict=True):
+        row["actor_train/accuracy"] = accuracy
+    summary = summarize([], metrics, Goal(metric="accuracy"))
+    assert (summary["goal"], summary["goal_first"], summary["goal_last"]) == ("accuracy", 0.4, 0.6)
+    assert summary["iterations"] == 2, "the last row is of the evaluation after them"
+    assert (summary["eval_first"], summary["eval_last"], summary["eval_best"]) == pytest.approx(
+        (0.5, 0.7, 0.7)
+    )
+    assert (summary["eval_first_error"], summary["eval_last_error"]) == pytest.approx((0.01, 0.03))
+    summary = summarize([], metrics, Goal(metric="accuracy", higher_is_better=False))
+    assert summary["eval_best"] == 0.5
+    assert "eval_first" not in summarize([], metrics)
+
+
+def test_evaluations_count_in_no_share() -> None:
+    spans = one_iteration()
+    start = min(one.start_s for one in spans)
+    for rank in {one.rank for one in spans}:
+        spans.append(span(rank, "evaluation", start - 4.0, start))
+    summary, without = summarize(spans, []), summarize(one_iteration(), [])
+    assert summary["evaluation_s"] == 4.0
+    assert summary.pop("evaluation_s") != without.pop("evaluation_s")
+    assert summary == without
 
 
 def test_concurrency() -> None:

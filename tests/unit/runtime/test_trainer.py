@@ -25,6 +25,12 @@ def test_saves_every_so_often_and_at_the_end(options: dict[str, Any], saved: lis
     assert [i for i in range(7) if config.saves_after(i)] == saved
 
 
+def test_some_sequences_are_written_every_so_often() -> None:
+    assert TrainConfig(num_iterations=7, num_samples=4).samples_of(0) == 0
+    config = TrainConfig(num_iterations=7, samples_every=3, num_samples=4)
+    assert [config.samples_of(i) for i in range(7)] == [4, 0, 0, 4, 0, 0, 4]
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -1,6 +1,6 @@
-"""PPO, as a Megatron launch script: Megatron's own arguments describe the actor, `--real-*` say the rest.
+"""A run, as a Megatron launch script: Megatron's own arguments describe the actor, `--real-*` say the rest.
 
-    torchrun --nproc-per-node 4 -m megatron_real examples/train_ppo.py <usual Megatron arguments> \
+    torchrun --nproc-per-node 4 -m megatron_real examples/train.py <usual Megatron arguments> \
         --real-plan examples/plans/ppo.json --real-prompts prompts.jsonl --real-reward rewards:vowel_share \
         --real-batch-size 64 --real-iterations 40 --real-output runs/ppo --load checkpoints/actor
 
@@ -14,6 +14,6 @@ from megatron_real.hooks.install import install
 
 if __name__ == "__main__":
     install()
-    from megatron_real.hooks.launch import run_ppo
+    from megatron_real.hooks import launch
 
-    run_ppo(RunOptions.from_argv(sys.argv[1:]))
+    launch.run(RunOptions.from_argv(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The two front doors of PPO are one: `examples/train_ppo.py` under torchrun, and ``megatron-real train``.
+"""The two front doors of PPO are one: `examples/train.py` under torchrun, and ``megatron-real train``.
 
 Each is a real command with ranks of its own. The second runs two jobs, of which the first loses a rank.
 """
@@ -41,7 +41,7 @@ def torchrun(folder: Path) -> list[str]:
     megatron = {**yaml.safe_load((conf_dir() / "model" / "tiny.yaml").read_text())["megatron"], **SMALLER}
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "megatron_real", str(ROOT / "examples" / "train_ppo.py"), *megatron_arguments(megatron)),
+        *("-m", "megatron_real", str(ROOT / "examples" / "train.py"), *megatron_arguments(megatron)),
         *("--real-plan", str(folder / "plan.json"), "--real-prompts", str(folder / "prompts.jsonl")),
         *("--real-reward", "rewards:vowel_share", "--real-batch-size", "8", "--real-iterations", "1"),
         *("--real-output", str(folder / "script"), "--seed", "7"),
