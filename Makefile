@@ -9,11 +9,14 @@ WORKERS ?= 2
 PARALLEL := --numprocesses=$(WORKERS)
 RINGS := $(wildcard tests/policy tests/unit tests/property tests/golden tests/hooks tests/distributed tests/examples tests/e2e tests/gpu)
 
-.PHONY: help install demo test test-pure test-gpu lint cross-check format invariance kills bench-instruction bench-search \
+.PHONY: help install demo learn rlhf test test-pure test-gpu lint cross-check format invariance kills bench-instruction bench-search \
 	bench-paper bench-estimator bench-speedup bench-realloc bench-realloc-plan clean
 
 help:
 	@echo "make demo               pretrain a small GPT, then PPO under a plan on four ranks (CPU; about 10 minutes)"
+	@echo "make learn              every algorithm learns a small task (CPU; three seeds each; about 15 minutes)"
+	@echo "make learn ALGORITHM=\"grpo dapo\"    these alone"
+	@echo "make rlhf               pretrain, SFT, reward model, PPO with it; win rate over SFT (CPU; about 6 minutes)"
 	@echo "make test               lint and every test that this machine can run"
 	@echo "make test-pure          the tests without processes"
 	@echo "make test-gpu           the tests that need CUDA"
@@ -40,6 +43,12 @@ install: $(STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
+
+learn: $(STAMP)
+	@$(BIN)/python benchmarks/learn.py $(ALGORITHM)
+
+rlhf: $(STAMP)
+	@$(BIN)/python examples/rlhf.py
 
 test: $(STAMP)
 	@$(PYTEST) $(PARALLEL) $(RINGS) $(PYTEST_ARGS)

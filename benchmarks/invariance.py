@@ -38,6 +38,7 @@ from megatron_real.algorithms.registry import find_algorithm  # noqa: E402
 from megatron_real.config import RunOptions  # noqa: E402
 from megatron_real.dataflow import Graph  # noqa: E402
 from megatron_real.hooks.launch import build_executor, prepare  # noqa: E402
+from megatron_real.plan import Plan  # noqa: E402
 from megatron_real.plan_search.inputs import PlanInputs  # noqa: E402
 from megatron_real.plan_search.planner_inputs import planner_of  # noqa: E402
 from megatron_real.plan_search.problem import Limits  # noqa: E402
@@ -108,6 +109,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sft": {"num_minibatches": 2},
 }
 """By algorithm."""
+
+REWARDS, SPREAD = "rewards:vowel_share", "benchmarks.invariance:mean_letter"
 
 DATA_ONLY = ("dpo", "reward", "sft")
 """Algorithms that generate nothing."""
@@ -320,12 +323,17 @@ def case_tree(case: Case, folder: Path, iterations: int = ITERATIONS) -> dict[st
         "plan": str(plan),
         "output": str(folder),
         "iterations": iterations,
-        "reward": "rewards:vowel_share" if case.scored else None,
+        "reward": (REWARDS if case.algorithm == "ppo" else SPREAD) if case.scored else None,
         "data": {"prompts": str(prompts), "batch_size": 32 // case.options.get("samples_per_prompt", 1)},
         "algorithm": {"name": case.algorithm, **case.options},
         "megatron": {**MEGATRON, **case.megatron},
         "model": {"critic": {"megatron": dict(case.critic)}} if case.critic else {},
     }
+
+
+def mean_letter(prompts: list[str], responses: list[str], **columns: list[Any]) -> list[float]:
+    """A reward that differs between any two responses of a group: without, GRPO's gradient is nothing but rounding."""
+    return [sum(map(ord, text)) / max(len(text), 1) / 128 for text in responses]
 
 
 def data_lines(algorithm: str) -> list[dict[str, str]]:
@@ -527,14 +535,17 @@ def algorithm_cases(algorithm: str) -> tuple[Case, ...]:
 
 
 def searched_calls(algorithm: str) -> dict[str, Any]:
-    """What the search finds for four CPU ranks, priced with the constants of the machine kind ``cpu``."""
+    """What the search finds for four CPU ranks, priced with the constants of the machine kind ``cpu``.
+
+    It is priced for a wider model, for which a second rank pays.
+    """
     one = Case(name="searched", num_ranks=4, algorithm=algorithm, calls={})
     config = find_algorithm(algorithm).config(**one.options)
     samples = getattr(config, "samples_per_prompt", 1)
     tree = {
         "algorithm": {"name": algorithm},
         "cluster": {"devices_per_node": 4, "device": "cpu"},
-        "megatron": MEGATRON,
+        "megatron": {**MEGATRON, "hidden_size": 1024, "ffn_hidden_size": 4096},
         "workload": {
             "batch_size": 32 // samples,
             "group_size": samples,
@@ -560,7 +571,9 @@ def algorithm_table(names: Sequence[str]) -> bool:
             reference = run_case(one, Path(name) / algorithm)
             for case in algorithm_cases(algorithm):
                 line = compare(case, reference, run_case(case, Path(name) / f"{algorithm}-{case.name}"))
-                print(json.dumps({"algorithm": algorithm, **line}), flush=True)
+                calls = Plan.loads(json.dumps(case.plan())).calls
+                placed = {name: f"{call.parallel}@{call.mesh}" for name, call in calls.items()}
+                print(json.dumps({"algorithm": algorithm, **line, "calls": placed}), flush=True)
                 errors = ("max_err_loss", "max_rel_err_grad_norm", "max_rel_err_weights")
                 table.add_row(
                     algorithm,

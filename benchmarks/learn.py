@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import capitals  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
-from small_model import pretrain, train  # noqa: E402
+from small_model import Failed, pretrain, train  # noqa: E402
 
 SEEDS = (1, 2, 3)
 SEQUENCES = 128
@@ -148,7 +148,9 @@ def learn(line: Line, seed: int, folder: Path, checkpoint: Path) -> Run:
         },
     )
     found = [float(row[f"eval/{line.metric}"]) for row in rows if f"eval/{line.metric}" in row]
-    return Run(start=found[0], end=found[-1], seconds=time.monotonic() - started_s)
+    run = Run(start=found[0], end=found[-1], seconds=time.monotonic() - started_s)
+    console.print(f"{line.name}, seed {seed}: {run.start:.3f} -> {run.end:.3f} in {run.seconds:.0f} s")
+    return run
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -173,19 +175,38 @@ def judge(line: Line, runs: Sequence[Run]) -> dict[str, Any]:
         "gain_error": round(gain_error, 4),
         "seeds": len(runs),
         "iterations": line.settings["iterations"],
-        "seconds_per_run": round(max(run.seconds for run in runs), 1),
+        "seconds": round(sum(run.seconds for run in runs), 1),
         "ok": gain > STANDARD_ERRORS * gain_error,
     }
+
+
+def run_lines(lines: Sequence[Line], folder: Path, checkpoint: Path, jobs: int) -> list[dict[str, Any]]:
+    """All seeds of all lines, `jobs` runs at a time; what is printed of each line.
+
+    Raises:
+        Failed: a run ended with an error; runs that have not started are left out.
+    """
+    found = []
+    with ThreadPoolExecutor(jobs) as pool:
+        started = [[pool.submit(learn, line, seed, folder, checkpoint) for seed in SEEDS] for line in lines]
+        try:
+            for line, runs in zip(lines, started, strict=True):
+                found.append(judge(line, [run.result() for run in runs]))
+                print(json.dumps(found[-1]), flush=True)
+        except Failed:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return found
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> Table:
     """All lines for reading."""
     shown = Table(title="Every algorithm, from the same pretrained model; standard errors over the seeds")
-    for column in ("algorithm", "metric", "start", "end", "gain", "iterations", "s per run", ""):
+    for column in ("algorithm", "metric", "start", "end", "gain", "iterations", "seconds", ""):
         shown.add_column(column, justify="left" if column in ("algorithm", "metric", "") else "right")
     for line in lines:
         numbers = [f"{line[name]:.3f} ± {line[f'{name}_error']:.3f}" for name in ("start", "end", "gain")]
-        counts = [str(line["iterations"]), f"{line['seconds_per_run']:.0f}"]
+        counts = [str(line["iterations"]), f"{line['seconds']:.0f}"]
         verdict = "learns" if line["ok"] else "[bold red]does not learn[/bold red]"
         shown.add_row(line["algorithm"], line["metric"], *numbers, *counts, verdict)
     return shown
@@ -209,20 +230,17 @@ def main() -> None:
         )
     folder = options.output.resolve()
     write_data(folder)
-    console.print(f"pretraining, unless it is done: {folder / 'pretrained'}")
-    checkpoint = pretrain(
-        folder / "pretrained", seed=1, show=lambda line: console.print("  " + line[:160], markup=False)
-    )
-    lines = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        chosen = [line for line in LINES if not options.names or line.name in options.names]
-        started = {
-            line.name: [pool.submit(learn, line, seed, folder, checkpoint) for seed in SEEDS]
-            for line in chosen
-        }
-        for line in chosen:
-            lines.append(judge(line, [run.result() for run in started[line.name]]))
-            print(json.dumps(lines[-1]), flush=True)
+    try:
+        console.print(f"pretraining, unless it is done: {folder / 'pretrained'}", soft_wrap=True)
+        checkpoint = pretrain(folder / "pretrained", seed=1, show=console.print)
+        lines = run_lines(
+            [line for line in LINES if not options.names or line.name in options.names],
+            folder,
+            checkpoint,
+            options.jobs,
+        )
+    except Failed as error:
+        sys.exit(str(error))
     console.print(table(lines))
     sys.exit(0 if all(line["ok"] for line in lines) else 1)
 

@@ -1,9 +1,8 @@
 """A small task with a true rule: write a word in capitals. What ``make learn`` and ``make rlhf`` train on.
 
-A prompt asks for a word of six letters, as in ``now write sdkamt>``; the answer wanted is the word in capitals, and `score` says how
-close a response is. Text to pretrain on is by a `Writer` who uses capitals now and then and makes mistakes, so a model
-of it scores some points and is far from all. Words depend on the seed alone; those to pretrain on are never those to
-train on.
+A prompt asks for a word of six letters, as in ``now write sdkamt>``; the answer wanted is the word in capitals, and
+`score` says how close a response is. Text to pretrain on is by a `Writer` who uses capitals now and then and makes
+mistakes, so a model of it scores some points and is far from all. No word to pretrain on is one to train on.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""The commands of `make learn` and `make rlhf`: a GPT of `conf/experiment/capitals.yaml`, pretrained and trained on CPU.
+"""The commands of `make learn` and `make rlhf`: the GPT of `conf/experiment/capitals.yaml`, on a CPU.
 
-Each is a command that you could type. It runs in a process of its own, writes its output to a log and shows the lines
-that tell how far it is.
+Each is a command that you could type. It runs in a process of its own, writes its output to a log and tells now and
+then how far it is.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from omegaconf import OmegaConf
 
 from megatron_real.config import conf_dir, megatron_arguments
 
-__all__ = ["Failed", "pretrain", "run", "train", "train_command"]
+__all__ = ["Failed", "pretrain", "progress", "run", "train", "train_command"]
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -35,6 +36,11 @@ _PRETRAINING = shlex.split(
     f"--distributed-backend gloo --use-distributed-optimizer --save-interval {PRETRAINING_STEPS}"
 )
 
+_SHOWN_EVERY = 10
+"""Iterations of a run; Megatron's own trainer logs every hundredth step."""
+_MEGATRON = re.compile(r"iteration +(\d+)/ +(\d+) .*lm loss: (\S+)")
+_RUN = re.compile(r"iteration (\d+)/\d+: ")
+
 Show = Callable[[str], None]
 
 
@@ -43,7 +49,7 @@ class Failed(Exception):
 
 
 def run(command: Sequence[str], log: Path, show: Show | None = None) -> None:
-    """Run a command of the project; `show` gets the lines of its output that tell of an iteration.
+    """Run a command of the project; `show` gets what `progress` makes of its output.
 
     Raises:
         Failed: its exit code is not 0.
@@ -65,13 +71,21 @@ def run(command: Sequence[str], log: Path, show: Show | None = None) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             file.write(line)
-            if show is not None and "iteration " in line:
-                show(line.strip())
+            if show is not None and (told := progress(line)):
+                show(told)
     if process.returncode:
         tail = "".join(log.read_text().splitlines(keepends=True)[-20:])
         raise Failed(
             f"{shlex.join(command)}\nended with exit code {process.returncode}; the end of {log}:\n{tail}"
         )
+
+
+def progress(line: str) -> str | None:
+    """What a line of a command's output tells of how far it is, for some of its iterations."""
+    if found := _MEGATRON.search(line):
+        return f"iteration {found[1]}/{found[2]}: loss {float(found[3]):.3f}"
+    found = _RUN.match(line)
+    return line.strip() if found and (int(found[1]) == 1 or int(found[1]) % _SHOWN_EVERY == 0) else None
 
 
 def pretrain(folder: Path, *, seed: int, show: Show | None = None) -> Path:

@@ -1,5 +1,5 @@
-"""What an iteration computes: dataflow graphs, advantages, losses, KL control.
+"""What an iteration computes: dataflow graphs, options, advantages, losses, KL control.
 
-Plain torch in one process, no Megatron. `megatron_real.algorithms.graphs` imports no torch, so that
-planning can use it; README.md in this folder has the call chain.
+Plain torch in one process, no Megatron. Definitions, graphs and options import no torch, so that planning can use them;
+README.md in this folder has the call chain.
 """

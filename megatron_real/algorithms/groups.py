@@ -6,7 +6,7 @@ its sequence is masked, and the others are compared among themselves. A masked s
 Everything is float64 [S] in sequence-id order on the CPU, with exactly rounded sums, as in `advantages`.
 
 Invariants (tests/property/test_groups.py):
-    - a group's results do not depend on other groups, but for `informative_groups`, which counts those before it;
+    - a group's results do not depend on other groups, but for `informative_groups`, which counts them;
     - permuting a group permutes its results, bit for bit; a masked sequence is as good as one that is not there;
     - how many sequences there are never depends on a reward.
 """
@@ -109,8 +109,9 @@ def informative_groups(rewards: torch.Tensor, group_size: int, *, wanted: int) -
     """DAPO's dynamic sampling (Yu et al. 2025, arXiv:2503.14476, section 3.2) over a fixed number of groups.
 
     DAPO generates until it has `wanted` groups whose rewards differ: others have no gradient. Here the calls of an
-    iteration are fixed, so more groups than `wanted` are generated from the start; the first `wanted` with spread, in
-    id order, are kept and all others masked. When too few have spread, those few are kept.
+    iteration are fixed, so more groups than `wanted` are generated from the start; of those with spread `wanted` are
+    kept and all others masked. They are spread evenly, so that minibatches, which are cut by id, keep their shares.
+    When too few have spread, those few are kept.
 
     Args:
         rewards: [S] to look for spread in, NaN where one did not come.
@@ -125,13 +126,18 @@ def informative_groups(rewards: torch.Tensor, group_size: int, *, wanted: int) -
     """
     if wanted < 1:
         raise RealError(f"groups: found wanted={wanted}; expected at least 1 group to keep.")
-    kept: list[bool] = []
-    places = wanted
-    for group in _groups(rewards, group_size):
-        present = [value for value in group if not math.isnan(value)]
-        take = places > 0 and len(set(present)) > 1
-        places -= take
-        kept.extend(take and not math.isnan(value) for value in group)
+    groups = list(_groups(rewards, group_size))
+    found = [
+        number
+        for number, group in enumerate(groups)
+        if len({value for value in group if not math.isnan(value)}) > 1
+    ]
+    if len(found) > wanted:
+        found = [found[place * len(found) // wanted] for place in range(wanted)]
+    chosen = set(found)
+    kept = [
+        number in chosen and not math.isnan(value) for number, group in enumerate(groups) for value in group
+    ]
     return torch.tensor(kept, dtype=torch.bool)
 
 

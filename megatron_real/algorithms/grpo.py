@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
-
 from megatron_real.algorithms.advantages import per_token
 from megatron_real.algorithms.base import Advantages, PolicyAlgorithm, Responses
 from megatron_real.algorithms.configs import GRPOConfig
@@ -48,20 +46,8 @@ class GRPO(PolicyAlgorithm[GRPOConfig]):
         metrics: dict[str, float] = {}
         if config.dynamic_sampling:
             num_groups = len(responses.lengths) // size
+            wanted = max(int(num_groups / config.oversampling), 1)
             # Of the rewards as they came: lengths differ in every group, and DAPO asks whether answers are right.
-            kept &= informative_groups(responses.data["rewards"], size, wanted=num_groups)
-            groups = _thinned(kept.view(num_groups, size).any(dim=1), int(num_groups / config.oversampling))
-            kept &= groups.repeat_interleave(size)
-            metrics["groups_kept"] = int(groups.sum()) / num_groups
+            kept &= informative_groups(responses.data["rewards"], size, wanted=wanted)
+            metrics["groups_kept"] = int(kept.view(num_groups, size).any(dim=1).sum()) / num_groups
         return Advantages(tokens=per_token(advantages, responses.lengths), kept=kept, metrics=metrics)
-
-
-def _thinned(groups: torch.Tensor, wanted: int) -> torch.Tensor:
-    """At most `wanted` of the groups that are True, spread evenly, so that every minibatch keeps its share."""
-    found = groups.nonzero().flatten().tolist()
-    wanted = max(wanted, 1)
-    if len(found) <= wanted:
-        return groups
-    chosen = torch.zeros_like(groups)
-    chosen[[found[index * len(found) // wanted] for index in range(wanted)]] = True
-    return chosen

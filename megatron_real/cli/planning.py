@@ -5,6 +5,7 @@ Every file of ``conf/model`` is a choice of ``model`` (for all roles, as `train`
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import sys
@@ -24,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from megatron_real.algorithms.registry import ALGORITHMS, graph_of_plan
+from megatron_real.algorithms.registry import ALGORITHMS, find_algorithm, graph_of_plan
 from megatron_real.config import conf_dir
 from megatron_real.errors import ConfigError, Problem, RealError, raise_problems
 from megatron_real.plan import Plan
@@ -179,13 +180,31 @@ def tree_of(config: DictConfig) -> dict[str, Any]:
 
 
 def inputs_of_tree(tree: Mapping[str, Any], source: str) -> PlanInputs:
-    """Checked inputs.
+    """Checked inputs; what the workload does not say of sequences is as the algorithm has it.
 
     Raises:
         ConfigError: listing every problem; where a model or a cluster is missing, the known ones.
     """
     raise_problems(_missing(tree), subject=source, error=ConfigError)
-    return PlanInputs.from_tree(tree, source=source)
+    inputs = PlanInputs.from_tree(tree, source=source)
+    own = {
+        name: value
+        for name, value in _sequences_of(inputs.algorithm.name).items()
+        if name not in inputs.workload.model_fields_set
+    }
+    return inputs.model_copy(update={"workload": inputs.workload.model_copy(update=own)})
+
+
+def _sequences_of(algorithm: str) -> dict[str, int]:
+    """Of an algorithm without options: responses to each prompt, and answers of a line that are trained on together."""
+    definition = find_algorithm(algorithm)
+    defaults = {field.name: field.default for field in dataclasses.fields(definition.config)}
+    found = {}
+    if isinstance(samples := defaults.get("samples_per_prompt"), int):
+        found["group_size"] = samples
+    if getattr(definition.algorithm, "data", None) == "pairs":
+        found["unit"] = 2
+    return found
 
 
 def load_plan(path: str, tree: Mapping[str, Any], source: str) -> LoadedPlan:

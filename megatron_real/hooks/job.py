@@ -17,7 +17,7 @@ from megatron_real.backend import Algorithm, DataKind, Head, Minibatching
 from megatron_real.capabilities import capability_problems
 from megatron_real.data_plan import Lengths, assign
 from megatron_real.dataflow import CallType, Graph
-from megatron_real.errors import ConfigError, raise_problems
+from megatron_real.errors import ConfigError, PlanError, raise_problems
 from megatron_real.hooks import checkpoint, cpu_device, roles
 from megatron_real.hooks.copy_model import check_copies
 from megatron_real.hooks.megatron_backend import RoleSetup
@@ -110,13 +110,9 @@ def prepare(options: RunOptions) -> Job:
     held_out = _held_out(options, tokenizer, algorithm)
     for source in (data, *([held_out] if held_out is not None else [])):
         _check_lengths(setups, source, algorithm)
-    names = ranks_by_instruction(program)
     batches = held_out.batches() if held_out is not None else ()
     if held_out is not None:
-        for each in programs.values():
-            _check_batch(evaluation_of(each, algorithm), algorithm, len(batches[0].records))
-        inside = ranks_by_instruction(evaluation_of(program, algorithm))
-        names |= {f"eval:{name}": ranks for name, ranks in inside.items()}
+        _check_evaluation(list(programs.values()), algorithm, len(batches[0].records))
     return Job(
         options=options,
         program=program,
@@ -131,7 +127,7 @@ def prepare(options: RunOptions) -> Job:
         loads=loads,
         faults=parse_faults(
             options.fault,
-            names=names,
+            names=_fault_names(program, algorithm, evaluates=held_out is not None),
             world_size=program.world_size,
             num_iterations=options.iterations,
         ),
@@ -144,6 +140,24 @@ def evaluation_of(program: Program, algorithm: Algorithm) -> Program:
     """The program of an evaluation under the plan of another one."""
     calls = evaluated_calls(program.graph, algorithm.goal)
     return compile_program(program.graph, program.plan, evaluation=calls)
+
+
+def _check_evaluation(programs: Sequence[Program], algorithm: Algorithm, num_sequences: int) -> None:
+    """Whether the calls of an evaluation can cut a batch of held-out data."""
+    try:
+        for program in programs:
+            _check_batch(evaluation_of(program, algorithm), algorithm, num_sequences)
+    except PlanError as error:
+        raise ConfigError(f"evaluation: a batch of data.eval_batch_size: {error}") from error
+
+
+def _fault_names(program: Program, algorithm: Algorithm, *, evaluates: bool) -> dict[str, list[int]]:
+    """Where faults may be injected: instructions, and in evaluations those behind ``eval:``, with their ranks."""
+    names = ranks_by_instruction(program)
+    if not evaluates:
+        return names
+    inside = ranks_by_instruction(evaluation_of(program, algorithm)) | {"save": names["save"]}
+    return names | {f"eval:{name}": ranks for name, ranks in inside.items()}
 
 
 def _held_out(options: RunOptions, tokenizer: Tokenizer, algorithm: Algorithm) -> Dataset | None:

@@ -46,6 +46,7 @@ from megatron_real.runtime.plan_change import PlanChange
 from megatron_real.runtime.progress import Progress
 from megatron_real.runtime.publication import agree_on_program, agreement_text, program_text
 from megatron_real.runtime.reports import MetricsPublisher
+from megatron_real.runtime.run_state import take_options
 from megatron_real.runtime.samples import SampleWriter
 from megatron_real.runtime.store_client import served_by_launcher
 from megatron_real.runtime.summary import summarize
@@ -104,6 +105,9 @@ def run(options: RunOptions) -> dict[str, Any] | None:
         agree_on_program(store, rank, agreement_text(job.program, _agreement(job)))
         if rank == 0:
             (options.output / "options.json").write_text(options.dumps())
+            changes = take_options(job.save_folder, json.loads(options.dumps()))
+            for change in changes if job.resume is not None else ():
+                logger.warning("resume: %s", change)
             _write_plan(job)
             recover(job.best_folder)
         tracer = Tracer(options.output / "trace", rank)

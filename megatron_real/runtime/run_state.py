@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_real.errors import ConfigError
 
-__all__ = ["read_run_state", "state_to_resume", "write_atomically", "write_run_state"]
+__all__ = ["read_run_state", "state_to_resume", "take_options", "write_atomically", "write_run_state"]
 
 _RUN_STATE = "run_state.json"
+_WITHOUT_EFFECT = (
+    *("evaluation", "fault", "liveness", "next_plan", "output", "plan", "resume", "samples", "save_interval"),
+    *("verify", "wandb"),
+)
+"""Options that change no loss."""
 
 
 def write_run_state(folder: Path, state: Mapping[str, Any]) -> None:
@@ -55,6 +60,39 @@ def state_to_resume(output: Path, *, resume: bool) -> dict[str, Any] | None:
             "--real-resume to go on with it, or another --real-output."
         )
     return state
+
+
+def take_options(folder: Path, options: Mapping[str, Any]) -> list[str]:
+    """Keep the options of a start beside its saves; what is other than at the last start, of what losses depend on.
+
+    Args:
+        folder: of the saves, which is made.
+        options: of this start.
+
+    Returns:
+        A line for each option that has changed; none at the first start.
+    """
+    path = folder / "options.json"
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        before = options
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(options, indent=1) + "\n")
+    old, new = dict(_leaves(before)), dict(_leaves(options))
+    return [
+        f"{name} was {old.get(name)}, is {new.get(name)}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and name.partition(".")[0] not in _WITHOUT_EFFECT
+    ]
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ from megatron_real.plan import Plan
 from megatron_real.plan_search.simulator import TransferTime, simulate
 from megatron_real.process_groups import ProcessGroups
 from megatron_real.program import Instruction, Run, Transfer, compile_program
-from megatron_real.trace import SpanKind
+from megatron_real.trace import Span, SpanKind
 from tests.distributed.fake_backend import ppo_like_graph, prompts_of
 from tests.distributed.fake_run import PLANS, SEQUENCES, make_executor, make_plan
 from tests.harness import run_ranks
@@ -42,17 +42,29 @@ APART = make_plan(
 PPO = ppo_like_graph(reward_model=True)
 
 
-def _plan(graph: Graph, devices: int, placements: dict[str, str], default: str, **changes: Any) -> Plan:
+def _plan(
+    graph: Graph,
+    devices: int,
+    placements: dict[str, str],
+    default: str,
+    *,
+    order: tuple[str, ...] | None = None,
+    **changes: Any,
+) -> Plan:
     names = [call.name for call in graph.calls]
-    return make_plan(devices, placements, default, names, graph.name, **changes)
+    plan = make_plan(devices, placements, default, names, graph.name, **changes)
+    return plan.model_copy(update={"order": order})
 
 
 GREEDY_APART = {"greedy_gen": "d1t1p1@1-1", "greedy_rew_inf": "d1t1p1@1-1"}
+GREEDY_FIRST = ("greedy_gen", "actor_gen", "rew_inf", "greedy_rew_inf", "actor_train")
+"""The reallocation for the greedy generation comes before the actor's ranks generate; else it waits until they have."""
 FOLLOWING = replace(dpo_graph(), updates=(Update(target="ref", source="actor", mix=0.5),))
 CASES: dict[str, tuple[Graph, Plan]] = {
     **{name: (PPO, plan) for name, plan in PLANS.items()},
     "apart": (PPO, APART),
-    "remax": (remax_graph(), _plan(remax_graph(), 2, GREEDY_APART, "d1t1p1@0-0")),
+    "remax": (remax_graph(), _plan(remax_graph(), 2, GREEDY_APART, "d1t1p1@0-0", order=GREEDY_FIRST)),
+    "remax in turn": (remax_graph(), _plan(remax_graph(), 2, GREEDY_APART, "d1t1p1@0-0")),
     "remax, streamed": (
         remax_graph(),
         _plan(remax_graph(), 2, {"greedy_gen": "d1t2p1@0-1"}, "d2t1p1@0-1", greedy_gen={"stream": True}),
@@ -153,3 +165,18 @@ def test_the_simulated_timeline_is_the_executed_one(name: str) -> None:
             # Every instruction of the runtime takes some milliseconds; they add up.
             slack = 0.1 * (span["iteration"] + 1)
             assert right - 0.02 <= span["start_s"] - origin <= right + slack, (rank, span, right)
+
+
+def test_two_generations_are_simulated_side_by_side() -> None:
+    """So the test above has them at the same time in a run too."""
+
+    def last(name: str) -> tuple[dict[str, Span], float]:
+        result = simulate(compile_program(*CASES[name]), Sleeps())
+        runs = (span for span in result.spans if span.kind is SpanKind.RUN and span.iteration == 3)
+        return {span.subject: span for span in runs}, result.period_s
+
+    together, period_s = last("remax")
+    assert abs(together["actor_gen"].start_s - together["greedy_gen"].start_s) < 0.01
+    in_turn, longer_s = last("remax in turn")
+    assert in_turn["greedy_gen"].start_s >= in_turn["actor_gen"].end_s
+    assert longer_s - period_s == pytest.approx(SLEEPS["actor_gen"], abs=0.02)

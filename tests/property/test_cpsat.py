@@ -178,7 +178,9 @@ def test_a_shared_copy_waits_for_its_second_call() -> None:
 def test_three_sharers_of_a_copy_give_a_plan_without_a_bound() -> None:
     rows = "abc"
     graph = graph_of("grpo", reward="function")
-    extra = tuple(replace(graph.call("actor_gen"), name=f"gen_{name}", outputs=()) for name in rows)
+    extra = tuple(
+        replace(graph.call("actor_gen"), name=f"gen_{name}", outputs=(), sequences=name) for name in rows
+    )
     graph = replace(graph, calls=(*extra, *graph.calls))
     problem = small_problem(0, graph, meshes=(Mesh(0, 2),), capacity=500, keep=0.2)
     solution = cpsat.solve(problem, Limits(time_s=8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -95,13 +96,18 @@ def test_dynamic_sampling(case: tuple[torch.Tensor, int], wanted: int) -> None:
     rewards, size = case
     kept = informative_groups(rewards, size, wanted=wanted)
     assert kept.shape == rewards.shape, "masked, never dropped"
-    took = 0
-    for part, flags in zip(rewards.split(size), kept.split(size), strict=True):
+    spread = []
+    for number, (part, flags) in enumerate(zip(rewards.split(size), kept.split(size), strict=True)):
         came = part[~part.isnan()]
-        spread = came.numel() >= 2 and came.max() > came.min()
-        expected = ~part.isnan() if spread and took < wanted else torch.zeros(size, dtype=torch.bool)
-        took += bool(spread)
-        assert torch.equal(flags, expected)
+        if came.numel() >= 2 and came.max() > came.min():
+            spread.append(number)
+        if flags.any():
+            assert spread[-1:] == [number]
+            assert torch.equal(flags, ~part.isnan())
+    taken = [number for number, flags in enumerate(kept.split(size)) if flags.any()]
+    assert len(taken) == min(wanted, len(spread))
+    gaps = [spread.index(later) - spread.index(one) for one, later in itertools.pairwise(taken)]
+    assert not gaps or max(gaps) - min(gaps) <= 1, "spread evenly"
 
 
 @given(

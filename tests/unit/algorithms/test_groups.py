@@ -83,12 +83,12 @@ def test_greedy_advantages() -> None:
     assert advantages.dtype == torch.float64
 
 
-def test_the_first_groups_with_spread_are_kept() -> None:
+def test_groups_with_spread_are_kept_evenly() -> None:
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, NAN, 1.0, 0.0, 2.0, NAN, NAN, 5.0, 6.0])
     spread = [False, True, False, True, False, True]
     for wanted, kept in (
         (1, [False, True] + [False] * 4),
-        (2, [False, True, False, True, False, False]),
+        (2, [False, True, False, True, False, False]),  # places 0 and 3 // 2 of the three
         (3, spread),
         (9, spread),
     ):

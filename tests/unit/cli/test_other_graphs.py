@@ -59,12 +59,10 @@ def test_its_plan_beside_one_without_a_search(
     assert "both are priced for what" in printed
 
 
+@pytest.mark.parametrize("searched", ["remax"], indirect=True)
 def test_two_generations_on_two_ranks_run_at_the_same_time(searched: Path) -> None:
-    """The searched ReMax plan has them apart: each on a rank of its own."""
+    """The searched plan has them apart: each on a rank of its own."""
     plan = Plan.load(searched)
-    if plan.algorithm != "remax":
-        assert "greedy_gen" not in plan.calls
-        return
     assert not plan.calls["actor_gen"].mesh.overlaps(plan.calls["greedy_gen"].mesh)
     found = predicted_simulation(compile_program(graph_of("remax", reward="function"), plan))
     assert found is not None
@@ -73,3 +71,46 @@ def test_two_generations_on_two_ranks_run_at_the_same_time(searched: Path) -> No
         one, other = runs[iteration, "actor_gen"], runs[iteration, "greedy_gen"]
         together = min(one.end_s, other.end_s) - max(one.start_s, other.start_s)
         assert together > 0.9 * min(one.duration_s, other.duration_s)
+
+
+_OWN = """
+from dataclasses import dataclass
+from megatron_real.algorithms.configs import TrainingConfig
+from megatron_real.algorithms.graphs import dpo_graph, grpo_graph
+from megatron_real.algorithms.options import option
+from megatron_real.algorithms.registry import AlgorithmDefinition
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups(TrainingConfig):
+    samples_per_prompt: int = option(6, at_least=2)
+
+class Pairs:
+    data = "pairs"
+
+PAIRS = AlgorithmDefinition(name="pairs", graph=dpo_graph, config=TrainingConfig, algorithm=Pairs)
+GROUPS = AlgorithmDefinition(name="groups", graph=grpo_graph, config=Groups, algorithm=object)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "expected"),
+    [
+        ("own_kinds:PAIRS", [], (1, 2)),
+        ("own_kinds:GROUPS", [], (6, 1)),
+        ("own_kinds:GROUPS", ["algorithm.samples_per_prompt=3"], (3, 1)),
+        ("own_kinds:GROUPS", ["workload.group_size=2"], (2, 1)),
+    ],
+)
+def test_an_algorithm_of_ones_own_says_how_many_sequences_there_are(
+    name: str, more: list[str], expected: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_kinds.py").write_text(_OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    output = tmp_path / "plan.json"
+    argv = ["search", "model=tiny", "cluster=cpu2", f"algorithm.name={name}", *more, *SMALL]
+    assert main([*argv, "search.strategy=greedy", f"output={output}"]) == 0
+    plan = Plan.load(output)
+    assert plan.algorithm == name
+    assert plan.predicted is not None
+    workload = (plan.predicted.model_extra or {})["inputs"]["workload"]
+    assert (workload["group_size"], workload["unit"]) == expected
