@@ -120,7 +120,7 @@ def main() -> None:
                 began_s = time.monotonic()
                 finish(options(algorithm, folder), "alone")
                 rows = read_metrics(folder / "metrics.jsonl")
-                run_s = sum(row["iteration/duration_s"] for row in rows)
+                run_s = sum(row.get("iteration/duration_s", 0.0) for row in rows)
                 alone[algorithm] = (numbers(folder), min(1.5 * run_s, time.monotonic() - began_s))
             expected, run_s = alone[algorithm]
             folder = Path(name) / f"{algorithm}-{number}"

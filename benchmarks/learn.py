@@ -45,7 +45,7 @@ HELD_OUT = 512
 STANDARD_ERRORS = 3.0
 """By how many of them a metric must improve."""
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,24 +129,26 @@ def write_data(folder: Path) -> None:
             capitals.write_lines(folder / f"{prefix}{name}.jsonl", records)
 
 
+def run_settings(line: Line, seed: int, folder: Path, checkpoint: Path) -> dict[str, Any]:
+    """The options of one run, by dotted name."""
+    return {
+        "algorithm": line.name,
+        "data.prompts": folder / f"{line.data}.jsonl",
+        "data.eval_prompts": folder / f"held-out-{line.data}.jsonl",
+        "data.eval_batch_size": HELD_OUT,
+        "evaluation.keep_best": False,
+        "seed": seed,
+        **{f"model.{role}.load": checkpoint for role in line.roles},
+        **line.settings,
+    }
+
+
 def learn(line: Line, seed: int, folder: Path, checkpoint: Path) -> Run:
     """One run: its metric on held-out data before the first update and after the last."""
     output = folder / line.name / str(seed)
     shutil.rmtree(output, ignore_errors=True)
     started_s = time.monotonic()
-    rows = train(
-        output,
-        {
-            "algorithm": line.name,
-            "data.prompts": folder / f"{line.data}.jsonl",
-            "data.eval_prompts": folder / f"held-out-{line.data}.jsonl",
-            "data.eval_batch_size": HELD_OUT,
-            "evaluation.keep_best": False,
-            "seed": seed,
-            **{f"model.{role}.load": checkpoint for role in line.roles},
-            **line.settings,
-        },
-    )
+    rows = train(output, run_settings(line, seed, folder, checkpoint))
     found = [float(row[f"eval/{line.metric}"]) for row in rows if f"eval/{line.metric}" in row]
     run = Run(start=found[0], end=found[-1], seconds=time.monotonic() - started_s)
     console.print(f"{line.name}, seed {seed}: {run.start:.3f} -> {run.end:.3f} in {run.seconds:.0f} s")

@@ -36,7 +36,7 @@ HELD_OUT = 1_000
 STANDARD_ERRORS = 3.0
 """By how many of them the win rate must be above one half."""
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 class Pipeline:
@@ -101,20 +101,26 @@ PPO = {
 """Actor and critic train at the same time, each on a rank of its own; every prompt of an evaluation is written down."""
 
 
-def train_stage(pipeline: Pipeline, name: str, kind: str, settings: Mapping[str, Any], **loads: Path) -> Path:
-    """A stage that trains, from a checkpoint for each role of `loads`; the folder of its run."""
-    data, run = pipeline.folder / "data", pipeline.folder / name / "run"
-    settings = {
+def run_settings(folder: Path, kind: str, settings: Mapping[str, Any], **loads: Path) -> dict[str, Any]:
+    """The options of a stage that trains, by dotted name; from a checkpoint for each role of `loads`."""
+    data = folder / "data"
+    return {
         "cluster.devices_per_node": 2,
         "seed": SEED,
         "data.prompts": data / f"{kind}.jsonl",
         "data.eval_prompts": data / f"held-out-{kind}.jsonl",
         "data.eval_batch_size": HELD_OUT,
         "evaluation.keep_best": False,
-        **{f"model.{role}.load": folder for role, folder in loads.items()},
+        **{f"model.{role}.load": checkpoint for role, checkpoint in loads.items()},
         **settings,
     }
-    pipeline.stage(name, settings, lambda folder: train(run, settings, show))
+
+
+def train_stage(pipeline: Pipeline, name: str, kind: str, settings: Mapping[str, Any], **loads: Path) -> Path:
+    """A stage that trains; the folder of its run."""
+    run = pipeline.folder / name / "run"
+    every = run_settings(pipeline.folder, kind, settings, **loads)
+    pipeline.stage(name, every, lambda folder: train(run, every, show))
     return run
 
 
@@ -151,7 +157,8 @@ def stage_table(pipeline: Pipeline) -> Table:
         if path.exists():
             found = json.loads(path.read_text())
             ends = [(found[f"eval_{end}"], found[f"eval_{end}_error"]) for end in ("first", "last")]
-            numbers = [found["goal"], *(f"{value:.3f} ± {error:.3f}" for value, error in ends)]
+            metric = {"reward": "score by the reward model"}.get(found["goal"], found["goal"])
+            numbers = [metric, *(f"{value:.3f} ± {error:.3f}" for value, error in ends)]
         table.add_row(name, *numbers, f"{seconds:.0f}")
     return table
 

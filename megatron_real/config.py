@@ -103,7 +103,7 @@ class DataOptions(_Options):
     eval_prompts: str | None = None
     """Held-out data of the same form; read in its order, by whole batches."""
     eval_batch_size: Count | None = None
-    """None is `batch_size`."""
+    """None: as many sequences as a batch of training has, or all that there are."""
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong with the sources, as far as it shows without reading them."""

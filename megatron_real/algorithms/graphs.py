@@ -197,7 +197,7 @@ def remax_graph(
     model = _reward_model("remax", reward)
     rewards = ["rewards", "greedy_rewards"]
     calls = (
-        _generation(),
+        # First: a realloc keeps its source's ranks, and it is the sampling that may stay where the actor lives.
         Call(
             name="greedy_gen",
             model="actor",
@@ -205,6 +205,7 @@ def remax_graph(
             outputs=("greedy_tokens",),
             sequences=_GREEDY,
         ),
+        _generation(),
         _scoring("rew_inf", model, "tokens", "rewards"),
         _scoring("greedy_rew_inf", model, "greedy_tokens", "greedy_rewards", sequences=_GREEDY),
         *(_reference() if reference else ()),

@@ -163,9 +163,15 @@ def _fault_names(program: Program, algorithm: Algorithm, *, evaluates: bool) -> 
 def _held_out(options: RunOptions, tokenizer: Tokenizer, algorithm: Algorithm) -> Dataset | None:
     if options.data.eval_prompts is None:
         return None
-    size = options.data.eval_batch_size or options.data.batch_size
-    chosen = replace(_dataset_options(options, algorithm), batch_size=size, samples_per_prompt=1)
-    return Dataset.load(options.data.eval_prompts, tokenizer, chosen)
+    chosen = replace(_dataset_options(options, algorithm), batch_size=1, samples_per_prompt=1)
+    lines = Dataset.load(options.data.eval_prompts, tokenizer, chosen)
+    # As many sequences as in training, which the plan can cut.
+    size = min(options.data.batch_size * algorithm.samples_per_prompt, lines.num_lines)
+    return Dataset(
+        lines.records,
+        batch_size=options.data.eval_batch_size or size,
+        unit=2 if algorithm.data is DataKind.PAIRS else 1,
+    )
 
 
 def _best(options: RunOptions, algorithm: Algorithm) -> Best | None:

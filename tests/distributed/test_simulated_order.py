@@ -57,14 +57,18 @@ def _plan(
 
 
 GREEDY_APART = {"greedy_gen": "d1t1p1@1-1", "greedy_rew_inf": "d1t1p1@1-1"}
-GREEDY_FIRST = ("greedy_gen", "actor_gen", "rew_inf", "greedy_rew_inf", "actor_train")
+ACTOR_FIRST = ("actor_gen", "greedy_gen", "rew_inf", "greedy_rew_inf", "actor_train")
+GREEDY_FIRST = ("greedy_gen", *ACTOR_FIRST[:1], *ACTOR_FIRST[2:])
 """The reallocation for the greedy generation comes before the actor's ranks generate; else it waits until they have."""
 FOLLOWING = replace(dpo_graph(), updates=(Update(target="ref", source="actor", mix=0.5),))
 CASES: dict[str, tuple[Graph, Plan]] = {
     **{name: (PPO, plan) for name, plan in PLANS.items()},
     "apart": (PPO, APART),
     "remax": (remax_graph(), _plan(remax_graph(), 2, GREEDY_APART, "d1t1p1@0-0", order=GREEDY_FIRST)),
-    "remax in turn": (remax_graph(), _plan(remax_graph(), 2, GREEDY_APART, "d1t1p1@0-0")),
+    "remax in turn": (
+        remax_graph(),
+        _plan(remax_graph(), 2, GREEDY_APART, "d1t1p1@0-0", order=ACTOR_FIRST),
+    ),
     "remax, streamed": (
         remax_graph(),
         _plan(remax_graph(), 2, {"greedy_gen": "d1t2p1@0-1"}, "d2t1p1@0-1", greedy_gen={"stream": True}),

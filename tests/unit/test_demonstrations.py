@@ -13,6 +13,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
+
+from megatron_real.cli.train import allow_new_keys, options_from_config
+from megatron_real.config import RunOptions, conf_dir
+from megatron_real.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,6 +142,40 @@ def test_every_algorithm_has_a_line_and_enough_data(learn: ModuleType) -> None:
     assert names == set(ALGORITHMS) | {"dr_grpo", "dapo"}
     for line in learn.LINES:
         assert line.settings["iterations"] * line.settings["data.batch_size"] <= learn.TRAINED
+
+
+def composed(command: list[str], folder: Path) -> RunOptions:
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose("train", allow_new_keys(command[command.index("train") + 1 :]))
+    folder.mkdir()
+    return options_from_config(config, folder)
+
+
+def test_the_options_of_every_run_are_sound(learn: ModuleType, rlhf: ModuleType, tmp_path: Path) -> None:
+    from small_model import train_command
+
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    for folder in (tmp_path, tmp_path / "data"):
+        folder.mkdir(exist_ok=True)
+        for kind in ("prompts", "answers", "pairs"):
+            for prefix in ("", "held-out-"):
+                (folder / f"{prefix}{kind}.jsonl").touch()
+    runs = {line.name: learn.run_settings(line, 1, tmp_path, checkpoint) for line in learn.LINES}
+    for stage, kind, roles in (
+        ("SFT", "answers", ("actor",)),
+        ("REWARD", "pairs", ("reward",)),
+        ("PPO", "prompts", ("actor", "critic", "reward")),
+    ):
+        runs[stage] = rlhf.run_settings(
+            tmp_path, kind, getattr(rlhf, stage), **dict.fromkeys(roles, checkpoint)
+        )
+    for name, settings in runs.items():
+        options = composed(train_command(tmp_path / name, settings), tmp_path / name)
+        options.algorithm_config()
+        assert Plan.load(options.plan).algorithm == options.algorithm.name
+        assert (options.reward is not None) == ("reward" in settings)
+        assert set(options.model) == {key.split(".")[1] for key in settings if key.endswith(".load")}
 
 
 @pytest.mark.parametrize(
