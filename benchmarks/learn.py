@@ -114,7 +114,9 @@ class Run:
 
     start: float
     end: float
-    seconds: float
+    began_s: float
+    """On the monotonic clock."""
+    ended_s: float
 
 
 def write_data(folder: Path) -> None:
@@ -147,11 +149,13 @@ def learn(line: Line, seed: int, folder: Path, checkpoint: Path) -> Run:
     """One run: its metric on held-out data before the first update and after the last."""
     output = folder / line.name / str(seed)
     shutil.rmtree(output, ignore_errors=True)
-    started_s = time.monotonic()
+    began_s = time.monotonic()
     rows = train(output, run_settings(line, seed, folder, checkpoint))
     found = [float(row[f"eval/{line.metric}"]) for row in rows if f"eval/{line.metric}" in row]
-    run = Run(start=found[0], end=found[-1], seconds=time.monotonic() - started_s)
-    console.print(f"{line.name}, seed {seed}: {run.start:.3f} -> {run.end:.3f} in {run.seconds:.0f} s")
+    run = Run(start=found[0], end=found[-1], began_s=began_s, ended_s=time.monotonic())
+    console.print(
+        f"{line.name}, seed {seed}: {run.start:.3f} -> {run.end:.3f}, {run.ended_s - began_s:.0f} s"
+    )
     return run
 
 
@@ -161,7 +165,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def judge(line: Line, runs: Sequence[Run]) -> dict[str, Any]:
-    """The line of output: changes are compared within each seed."""
+    """The line of output. Changes are compared within each seed; seconds go from the first start to the last end."""
     start, start_error = mean_and_error([run.start for run in runs])
     end, end_error = mean_and_error([run.end for run in runs])
     sign = -1.0 if line.lower_is_better else 1.0
@@ -177,7 +181,7 @@ def judge(line: Line, runs: Sequence[Run]) -> dict[str, Any]:
         "gain_error": round(gain_error, 4),
         "seeds": len(runs),
         "iterations": line.settings["iterations"],
-        "seconds": round(sum(run.seconds for run in runs), 1),
+        "seconds": round(max(run.ended_s for run in runs) - min(run.began_s for run in runs), 1),
         "ok": gain > STANDARD_ERRORS * gain_error,
     }
 
@@ -186,7 +190,7 @@ def run_lines(lines: Sequence[Line], folder: Path, checkpoint: Path, jobs: int) 
     """All seeds of all lines, `jobs` runs at a time; what is printed of each line.
 
     Raises:
-        Failed: a run ended with an error; runs that have not started are left out.
+        Failed: a run ended with an error. Runs that have not started are left out, also when interrupted.
     """
     found = []
     with ThreadPoolExecutor(jobs) as pool:
@@ -195,7 +199,7 @@ def run_lines(lines: Sequence[Line], folder: Path, checkpoint: Path, jobs: int) 
             for line, runs in zip(lines, started, strict=True):
                 found.append(judge(line, [run.result() for run in runs]))
                 print(json.dumps(found[-1]), flush=True)
-        except Failed:
+        except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return found

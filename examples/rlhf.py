@@ -215,6 +215,8 @@ def main() -> None:
         ppo = train_stage(pipeline, "ppo", "prompts", PPO, actor=actor, critic=reward, reward=reward)
     except Failed as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on with the stage that is not done")
     sys.exit(0 if report(pipeline, answers_of_both(ppo)) else 1)
 
 

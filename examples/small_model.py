@@ -69,10 +69,14 @@ def run(command: Sequence[str], log: Path, show: Show | None = None) -> None:
         ) as process,
     ):
         assert process.stdout is not None
-        for line in process.stdout:
-            file.write(line)
-            if show is not None and (told := progress(line)):
-                show(told)
+        try:
+            for line in process.stdout:
+                file.write(line)
+                if show is not None and (told := progress(line)):
+                    show(told)
+        except BaseException:  # interrupted: the command must not go on alone
+            process.terminate()
+            raise
     if process.returncode:
         tail = "".join(log.read_text().splitlines(keepends=True)[-20:])
         raise Failed(

@@ -10,6 +10,7 @@ Invariants (tests/unit/runtime/test_best.py):
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -64,9 +65,9 @@ class BestCheckpoint:
         self._goal = goal
 
     def beaten_by(self, value: float) -> bool:
-        """Whether `value` is better than all before it."""
+        """Whether `value` is better than all before it; NaN is better than none."""
         if self.known is None:
-            return True
+            return not math.isnan(value)
         return value > self.known.value if self._goal.higher_is_better else value < self.known.value
 
     def keep(self, best: Best, write: Callable[[Path], None], *, first_rank: bool) -> None:

@@ -73,7 +73,7 @@ def test_two_doors_one_run_and_jobs_go_on_after_a_failed_one(tmp_path: Path) -> 
     )
     assert jobs.returncode == 2, jobs.stderr[-3000:]
     assert "Traceback" not in jobs.stderr
-    assert "failed: ConfigError: algorithm: gamma: found 7.0; expected 0 to 1." in jobs.stdout
+    assert "failed: algorithm: gamma: found 7.0; expected 0 to 1." in jobs.stdout
     assert "done" in jobs.stdout
     first, second = (tmp_path / "runs" / "jobs" / name for name in "01")
     assert not (first / "metrics.jsonl").exists()

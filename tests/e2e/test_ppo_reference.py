@@ -94,7 +94,8 @@ class Notes:
 
 class _NotingObjective:
     def __init__(self, objective: Any, notes: list[float]) -> None:
-        self._objective, self._notes, self.head = objective, notes, objective.head
+        self._objective, self._notes = objective, notes
+        self.head, self.per, self.stop_above = objective.head, objective.per, objective.stop_above
 
     def loss(self, outputs: Mapping[str, torch.Tensor], batch: Any) -> Any:
         ratios = (outputs["logprobs"].detach() - batch.data["logprobs"]).exp()
@@ -204,7 +205,7 @@ def expected(runs: dict[str, Any]) -> dict[str, Any]:
         actor = {**MEGATRON, **CASES[name]["megatron"]}
         critic = {**actor, **CASES[name]["critic"]}
         algorithm = {
-            k: v for k, v in run["tree"]["algorithm"].items() if k not in ("max_new_tokens", "top_k")
+            k: v for k, v in run["tree"]["algorithm"].items() if k not in ("name", "max_new_tokens", "top_k")
         }
         results[name] = reference_iteration(
             run["before"]["actor"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
 from megatron_real.backend import Head, Minibatch, Sampling
-from megatron_real.dataflow import Call, CallType
+from megatron_real.dataflow import Call, CallType, Per
 from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import CapacityError, RealError
 from megatron_real.hooks import forward, generation
@@ -32,6 +33,8 @@ class _Sum:
     """The sum of the log-probs, times a factor."""
 
     head = Head.LOGPROBS
+    per = Per.RESPONSE
+    stop_above: ClassVar[dict[str, float]] = {}
 
     def __init__(self, factor: float = 1.0) -> None:
         self.factor = factor

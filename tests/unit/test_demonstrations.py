@@ -192,12 +192,13 @@ def test_verdict(learn: ModuleType, ends: tuple[float, ...], lower_is_better: bo
     line = learn.Line(
         name="x", data="prompts", metric="m", lower_is_better=lower_is_better, settings={"iterations": 1}
     )
-    found = learn.judge(line, [learn.Run(start=0.3, end=end, seconds=1.0) for end in ends])
+    runs = [learn.Run(start=0.3, end=end, began_s=10.0 + i, ended_s=15.0 + i) for i, end in enumerate(ends)]
+    found = learn.judge(line, runs)
     assert found["ok"] is ok
     gain = (-1 if lower_is_better else 1) * (statistics.fmean(ends) - 0.3)
     assert found["gain"] == pytest.approx(gain, abs=1e-4)
     assert found["end_error"] == pytest.approx(statistics.stdev(ends) / 3**0.5, abs=1e-4)
-    assert (found["seconds"], found["seeds"]) == (3.0, 3)
+    assert (found["seconds"], found["seeds"]) == (7.0, 3)
 
 
 def test_win_rate(rlhf: ModuleType) -> None:

@@ -114,7 +114,7 @@ CALLS = {
     "grpo": "actor_gen rew_inf ref_inf actor_train",
     "rloo": "actor_gen rew_inf ref_inf actor_train",
     "reinforce_pp": "actor_gen rew_inf ref_inf actor_train",
-    "remax": "actor_gen greedy_gen rew_inf greedy_rew_inf actor_train",
+    "remax": "greedy_gen actor_gen rew_inf greedy_rew_inf actor_train",
     "dpo": "ref_inf actor_train",
     "sft": "actor_train",
     "reward": "reward_train",

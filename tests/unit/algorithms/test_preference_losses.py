@@ -126,6 +126,14 @@ def test_dpo_objective(kind: str, smoothing: float, kept: tuple[float, ...] | No
     assert not objective.stop_above
 
 
+def test_a_pair_without_a_preference_counts_as_half_accurate() -> None:
+    """Before DPO's first update the policy is the reference."""
+    (logprobs,) = _random(sum(LENGTHS), 1.0)
+    batch = _batch(None, ref_logprobs=logprobs)
+    _, found = DPOObjective(beta=0.3).loss({"logprobs": logprobs, "entropy": logprobs}, batch)
+    assert found["accuracy"].item() == 2 * PAIRS * 0.5
+
+
 @pytest.mark.parametrize("with_margins", [False, True])
 @pytest.mark.parametrize("centering", [0.0, 0.05])
 def test_reward_objective(centering: float, with_margins: bool) -> None:

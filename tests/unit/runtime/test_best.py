@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,7 @@ def whole(folder: Path, iteration: int) -> bool:
 )
 def test_the_goal_says_which_is_better(higher: bool, better: list[bool], tmp_path: Path) -> None:
     keeper = BestCheckpoint(tmp_path / "best", Goal(metric="reward", higher_is_better=higher))
+    assert not keeper.beaten_by(math.nan)
     found = []
     for iteration, value in enumerate((1.0, 2.0, 2.0, 0.5)):
         found.append(keeper.beaten_by(value))
