@@ -47,10 +47,11 @@ def work(rank: int, folder: Path, specs: tuple[str, ...], stuck_after_s: float, 
     if specs == ("absent",):
         if rank == 2:
             os._exit(0)
-        # Many jobs start at once on few cores: the others count from when both are there.
+        # Many jobs start at once on few cores: the others count from when both are there, and long enough for the first
+        # heartbeat of either.
         store.set(f"there/{rank}", "")
         store.wait(["there/0", "there/1"])
-        specs, join_s = (), 5
+        specs, join_s = (), 15
     limits = Limits(dead_after_s=6, stuck_after_s=stuck_after_s, join_s=join_s)
     injector = FaultInjector(parse_faults(specs), rank)
     with Liveness(store, rank, WORLD_SIZE, folder=folder, progress=progress, limits=limits):
