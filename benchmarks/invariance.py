@@ -332,8 +332,8 @@ def case_tree(case: Case, folder: Path, iterations: int = ITERATIONS) -> dict[st
 
 
 def mean_letter(prompts: list[str], responses: list[str], **columns: list[Any]) -> list[float]:
-    """A reward that differs between any two responses of a group: without, GRPO's gradient is nothing but rounding."""
-    return [sum(map(ord, text)) / max(len(text), 1) / 128 for text in responses]
+    """A reward in [0, 1) that differs within a group: without spread, GRPO's gradient is nothing but rounding."""
+    return [sum(ord(letter) % 128 for letter in text) / max(len(text), 1) / 128 for text in responses]
 
 
 def data_lines(algorithm: str) -> list[dict[str, str]]:
