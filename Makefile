@@ -74,7 +74,7 @@ format: $(STAMP)
 	@$(BIN)/ruff format --quiet .
 
 invariance: $(STAMP)
-	@$(BIN)/python benchmarks/invariance.py $(if $(ALGORITHM),--algorithm $(ALGORITHM))
+	@$(BIN)/python benchmarks/$(if $(ALGORITHM),algorithm_invariance.py $(ALGORITHM),invariance.py)
 
 kills: $(STAMP)
 	@$(BIN)/python benchmarks/kills.py

@@ -1,23 +1,23 @@
-"""The same run under many plans: tokens, losses, gradient norms and weights against one process.
+"""PPO under many plans and with every kind of model: tokens, losses, gradient norms and weights against one process.
 
-    python benchmarks/invariance.py               # make invariance: PPO, with every kind of model
-    python benchmarks/invariance.py --algorithm grpo dpo | all     # make invariance ALGORITHM=...
+    python benchmarks/invariance.py            # make invariance; every case, or those whose names are given
 
-One JSON line per plan, and for `--algorithm` one table. fp32, dropout off, learning rate 1e-3, three iterations.
+One JSON line per plan. fp32, dropout off, learning rate 1e-3, three iterations. Other algorithms:
+benchmarks/algorithm_invariance.py.
+
 Limits: tokens equal, |loss error| <= 1e-5 + 1e-4 |loss|, gradient norms (before clipping) 1e-4 relative, weights 1e-4
-and their change 1e-2 (relative L2 of each tensor). The last line of PPO's compares bf16 with and without
-`drop_trained_weights`, bit for bit.
+and their change 1e-2 (relative L2 of each tensor). The last line compares bf16 with and without `drop_trained_weights`,
+bit for bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,11 @@ logging.getLogger("megatron.core").setLevel(logging.WARNING)
 install_cpu_device()
 
 import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 
 from megatron_real.algorithms.registry import find_algorithm  # noqa: E402
 from megatron_real.config import RunOptions  # noqa: E402
 from megatron_real.dataflow import Graph  # noqa: E402
 from megatron_real.hooks.launch import build_executor, prepare  # noqa: E402
-from megatron_real.plan import Plan  # noqa: E402
-from megatron_real.plan_search.inputs import PlanInputs  # noqa: E402
-from megatron_real.plan_search.planner_inputs import planner_of  # noqa: E402
-from megatron_real.plan_search.problem import Limits  # noqa: E402
 from megatron_real.process_groups import ProcessGroups  # noqa: E402
 from tests.harness import run_ranks  # noqa: E402
 
@@ -510,104 +504,9 @@ def compare_bits(plain: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> 
     return {"plan": "demo, bf16, drop_trained_weights against without", **same, "ok": all(same.values())}
 
 
-SPLIT = {
-    "actor_gen": place(0, 2, dp=2),
-    "greedy_gen": place(2, 4, tp=2),
-    "rew_inf": place(0, 2, micro=1, dp=2),
-    "greedy_rew_inf": place(2, 4, micro=1, dp=2),
-    "ref_inf": place(2, 4, pp=2),
-    "critic_inf": place(2, 4, dp=2),
-    "critic_train": place(2, 4, tp=2, sp=True),
-    "actor_train": place(0, 2, dp=2, micro=1),
-    "reward_train": place(1, 3, pp=2),
-}
-"""Calls of all algorithms on disjoint halves of four ranks where they can be."""
-
-
-SLOWER = {"lr": 1e-4}
-"""With 1e-3, 24 steps make of rounding a difference by which one draw in some ten thousand gives another token."""
-
-
-def algorithm_cases(algorithm: str) -> tuple[Case, ...]:
-    """The plans of an algorithm beside the one of one process."""
-    symmetric = {"*": place(0, 4, tp=2, pp=2), "rew_inf": reward(4), "greedy_rew_inf": reward(4)}
-    return (
-        Case(name="t2p2", num_ranks=4, algorithm=algorithm, calls=symmetric, megatron=SLOWER),
-        Case(name="split", num_ranks=4, algorithm=algorithm, calls=SPLIT, megatron=SLOWER),
-        Case(
-            name="searched",
-            num_ranks=4,
-            algorithm=algorithm,
-            calls=searched_calls(algorithm),
-            megatron=SLOWER,
-        ),
-    )
-
-
-def searched_calls(algorithm: str) -> dict[str, Any]:
-    """What the search finds for four CPU ranks, priced with the constants of the machine kind ``cpu``.
-
-    It is priced for a wider model, for which a second rank pays.
-    """
-    one = Case(name="searched", num_ranks=4, algorithm=algorithm, calls={})
-    config = find_algorithm(algorithm).config(**one.options)
-    samples = getattr(config, "samples_per_prompt", 1)
-    tree = {
-        "algorithm": {"name": algorithm},
-        "cluster": {"devices_per_node": 4, "device": "cpu"},
-        "megatron": {**MEGATRON, "hidden_size": 1024, "ffn_hidden_size": 4096},
-        "workload": {
-            "batch_size": 32 // samples,
-            "group_size": samples,
-            "num_minibatches": config.num_minibatches,
-            "num_epochs": config.num_epochs,
-            "prompt": {"length": 12},
-            "response": {"length": getattr(config, "max_new_tokens", 12)},
-            "function_s": {call.name: 1e-4 for call in one.graph.calls if call.model is None},
-        },
-    }
-    planner = planner_of(PlanInputs.from_tree(tree, source="invariance"), one.graph)
-    report = planner.search("exact", limits=Limits(time_s=20))
-    return {name: call.model_dump(mode="json") for name, call in report.plan.calls.items()}
-
-
-def algorithm_table(names: Sequence[str]) -> bool:
-    """Every algorithm under every plan against one process; prints lines and a table, returns whether all are equal."""
-    table = Table("algorithm", "plan", "tokens", "loss error", "gradient norm", "weights", "steps", "equal")
-    good = True
-    with tempfile.TemporaryDirectory() as name:
-        for algorithm in names:
-            one = Case(name="one process", num_ranks=1, algorithm=algorithm, calls=ONE, megatron=SLOWER)
-            reference = run_case(one, Path(name) / algorithm)
-            for case in algorithm_cases(algorithm):
-                line = compare(case, reference, run_case(case, Path(name) / f"{algorithm}-{case.name}"))
-                calls = Plan.loads(json.dumps(case.plan())).calls
-                placed = {name: f"{call.parallel}@{call.mesh}" for name, call in calls.items()}
-                print(json.dumps({"algorithm": algorithm, **line, "calls": placed}), flush=True)
-                errors = ("max_err_loss", "max_rel_err_grad_norm", "max_rel_err_weights")
-                table.add_row(
-                    algorithm,
-                    case.name,
-                    "-" if algorithm in DATA_ONLY else "equal" if line["tokens_equal"] else "differ",
-                    *(f"{line[error]:.1e}" for error in errors),
-                    str(line["optimizer_steps"]),
-                    "yes" if line["ok"] else "NO",
-                )
-                good &= line["ok"]
-    Console(width=100).print(table)
-    return good
-
-
 def main() -> None:
-    """PPO's cases, those whose names are given, or those of algorithms; exit code 1 if one is outside its limits."""
-    parser = argparse.ArgumentParser(description="The same run under many plans.")
-    parser.add_argument("cases", nargs="*", help="names of PPO's cases; none: all")
-    parser.add_argument("--algorithm", nargs="+", choices=[*OPTIONS, "all"])
-    given = parser.parse_args()
-    if given.algorithm is not None:
-        names = list(OPTIONS) if "all" in given.algorithm else given.algorithm
-        sys.exit(0 if algorithm_table(names) else 1)
-    wanted = given.cases
+    """Every case, or those whose names are given; exit code 1 if one is outside its limits."""
+    wanted = sys.argv[1:]
     good = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from benchmarks import invariance  # noqa: E402  (installs the CPU device before Megatron is imported)
+from benchmarks.algorithm_invariance import SPLIT  # noqa: E402
 from megatron_real.runtime.metrics import read_metrics  # noqa: E402
 from megatron_real.runtime.run_state import read_run_state  # noqa: E402
 from tests.e2e.tiny_run import Job, start, wait  # noqa: E402
@@ -40,7 +41,7 @@ _CLOCK = ("_s", "per_s")
 
 def options(algorithm: str, folder: Path) -> dict[str, Any]:
     """Of a run in `folder`; writes its plan and data."""
-    case = invariance.Case(name="split", num_ranks=RANKS, algorithm=algorithm, calls=invariance.SPLIT)
+    case = invariance.Case(name="split", num_ranks=RANKS, algorithm=algorithm, calls=SPLIT)
     return invariance.case_tree(case, folder, ITERATIONS) | {"save_interval": 1}
 
 
