@@ -108,6 +108,11 @@ class DataKind(StrEnum):
     PAIRS = "pairs"
     """A prompt with two answers: two sequences with consecutive ids, the chosen one first."""
 
+    @property
+    def unit(self) -> int:
+        """Sequences that a line makes; they stay in one micro-batch."""
+        return 2 if self is DataKind.PAIRS else 1
+
 
 class Head(StrEnum):
     """What a forward pass of a call returns."""
@@ -160,6 +165,10 @@ class Minibatch:
     """Response tokens of the minibatch's kept sequences over *all* data-parallel ranks."""
     num_sequences: int
     """Kept sequences of the minibatch over all data-parallel ranks."""
+
+    def count(self, per: Per) -> int:
+        """What an objective's sums are divided by: tokens (RESPONSE) or sequences (SEQUENCE)."""
+        return self.num_tokens if per is Per.RESPONSE else self.num_sequences
 
 
 class Objective(Protocol):

@@ -62,8 +62,6 @@ class TrainingAlgorithm[Config: TrainingConfig](ABC):
 
     data: ClassVar[DataKind] = DataKind.ANSWERS
     goal: ClassVar[Goal] = Goal(metric="loss", higher_is_better=False)
-    unit: ClassVar[int] = 1
-    """Sequences that stay in one micro-batch."""
 
     def __init__(
         self, config: Config, graph: Graph, end_token: int = -1, scorer: Scorer | None = None
@@ -105,7 +103,9 @@ class TrainingAlgorithm[Config: TrainingConfig](ABC):
         """Epochs over minibatches in sequence-id order, the same for every train call."""
         require_training(call)
         return Minibatching(
-            num_minibatches=self.config.num_minibatches, num_epochs=self.config.num_epochs, unit=self.unit
+            num_minibatches=self.config.num_minibatches,
+            num_epochs=self.config.num_epochs,
+            unit=self.data.unit,
         )
 
     def prepare(self, call: Call, iteration: int, scalars: Batch) -> tuple[Batch, dict[str, float]]:

@@ -113,20 +113,8 @@ def grpo_graph(
     Raises:
         PlanError: `reward` is neither, or there is no reference to move.
     """
-    own = _policy_keys(reference=reference)
-    inputs = (*_TOKENS, *(Input(key=key) for key in own), *_full(["rewards"]))
-    calls = (
-        _generation(),
-        _scoring("rew_inf", _reward_model("grpo", reward), "tokens", "rewards"),
-        *(_reference() if reference else ()),
-        Call(name="actor_train", model="actor", type=CallType.TRAIN, inputs=inputs),
-    )
-    return Graph(
-        name="grpo",
-        calls=calls,
-        keys=_keys(["tokens", *own, "rewards"]),
-        updates=_moving("grpo", reference, reference_ema, reference_ema_every),
-    )
+    updates = _moving("grpo", reference, reference_ema, reference_ema_every)
+    return _without_critic("grpo", reward, updates, reference=reference, penalised=False)
 
 
 def rloo_graph(
@@ -148,7 +136,7 @@ def rloo_graph(
         PlanError: `reward` is neither, or there is no reference to move.
     """
     updates = _moving("rloo", reference, reference_ema, reference_ema_every)
-    return _penalised("rloo", reward, updates, reference=reference)
+    return _without_critic("rloo", reward, updates, reference=reference, penalised=reference)
 
 
 def reinforce_pp_graph(
@@ -170,7 +158,7 @@ def reinforce_pp_graph(
         PlanError: `reward` is neither, or there is no reference to move.
     """
     updates = _moving("reinforce_pp", reference, reference_ema, reference_ema_every)
-    return _penalised("reinforce_pp", reward, updates, reference=reference)
+    return _without_critic("reinforce_pp", reward, updates, reference=reference, penalised=reference)
 
 
 def remax_graph(
@@ -209,7 +197,7 @@ def remax_graph(
         _scoring("rew_inf", model, "tokens", "rewards"),
         _scoring("greedy_rew_inf", model, "greedy_tokens", "greedy_rewards", sequences=_GREEDY),
         *(_reference() if reference else ()),
-        _penalised_training(rewards, reference=reference),
+        _policy_training(rewards, reference=reference, penalised=reference),
     )
     return Graph(
         name="remax",
@@ -289,22 +277,24 @@ def _moving(graph: str, reference: bool, share: float, every: int) -> tuple[Upda
     return (Update(target="ref", source="actor", mix=share, every=every),)
 
 
-def _penalised(name: str, reward: str, updates: tuple[Update, ...], *, reference: bool) -> Graph:
-    """Generate, score, hold to the reference in the reward, train."""
+def _without_critic(
+    name: str, reward: str, updates: tuple[Update, ...], *, reference: bool, penalised: bool
+) -> Graph:
+    """Generate, score, train."""
     calls = (
         _generation(),
         _scoring("rew_inf", _reward_model(name, reward), "tokens", "rewards"),
         *(_reference() if reference else ()),
-        _penalised_training(["rewards"], reference=reference),
+        _policy_training(["rewards"], reference=reference, penalised=penalised),
     )
     keys = _keys(["tokens", *_policy_keys(reference=reference), "rewards"])
     return Graph(name=name, calls=calls, keys=keys, updates=updates)
 
 
-def _penalised_training(rewards: list[str], *, reference: bool) -> Call:
-    """With a reference the penalty is a part of every reward, so log-probabilities of all sequences are needed."""
+def _policy_training(rewards: list[str], *, reference: bool, penalised: bool) -> Call:
+    """Where the reference enters the reward, a penalty is a part of each, so all log-probabilities are needed."""
     policy = _policy_keys(reference=reference)
-    inputs = _full(policy) if reference else tuple(Input(key=key) for key in policy)
+    inputs = _full(policy) if penalised else tuple(Input(key=key) for key in policy)
     return Call(
         name="actor_train", model="actor", type=CallType.TRAIN, inputs=(*_TOKENS, *inputs, *_full(rewards))
     )

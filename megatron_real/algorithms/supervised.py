@@ -28,7 +28,6 @@ class DPO(TrainingAlgorithm[DPOConfig]):
 
     data: ClassVar[DataKind] = DataKind.PAIRS
     goal: ClassVar[Goal] = Goal(metric="accuracy")
-    unit: ClassVar[int] = 2
 
     def objective(self, call: Call) -> DPOObjective:
         """The actor's loss."""
@@ -44,7 +43,6 @@ class RewardModelling(TrainingAlgorithm[RewardConfig]):
 
     data: ClassVar[DataKind] = DataKind.PAIRS
     goal: ClassVar[Goal] = Goal(metric="accuracy")
-    unit: ClassVar[int] = 2
 
     def objective(self, call: Call) -> RewardObjective:
         """The reward model's loss."""

@@ -157,8 +157,11 @@ def train(
         copy.scheduler.step(increment=skipped)  # the learning rate is one of the iteration, whatever the data
     if not is_last_stage(copy):
         return {}
-    counts = [_count(objective, minibatch) for minibatch in minibatches[: len(rows)]]
-    return {**_report(copy, rows, counts, grad_norms), "skipped_steps": skipped}
+    means = _means(copy, rows, [minibatch.count(objective.per) for minibatch in minibatches[: len(rows)]])
+    if rows:
+        means["grad_norm"] = grad_norms
+    averages = {name: sum(values) / len(values) for name, values in means.items()}
+    return {**averages, "steps": means, "skipped_steps": skipped}
 
 
 @torch.no_grad()
@@ -198,8 +201,7 @@ def evaluate(
         rows = [_add(run_schedule(copy, copy.chunks, forward_step, padded, train=False))]
     if not is_last_stage(copy):
         return {}
-    found = _report(copy, rows, [_count(objective, minibatch)], [0.0])
-    return {name: value for name, value in found.items() if name not in ("steps", "grad_norm")}
+    return {name: mean for name, (mean,) in _means(copy, rows, [minibatch.count(objective.per)]).items()}
 
 
 def _sums(
@@ -208,11 +210,6 @@ def _sums(
     """The loss of a micro-batch, and its sums for the report."""
     loss, statistics = objective.loss(found, batch)
     return loss, {"loss": loss.detach(), **{name: value.detach() for name, value in statistics.items()}}
-
-
-def _count(objective: Objective, minibatch: Minibatch) -> int:
-    """What the sums of a minibatch are divided by."""
-    return minibatch.num_tokens if objective.per is Per.RESPONSE else minibatch.num_sequences
 
 
 def _exceeds(
@@ -227,7 +224,7 @@ def _exceeds(
     if is_last_stage(copy):
         totals = torch.stack([sums[name].to(device) for name in names])
         dist.all_reduce(totals, group=groups.dp)
-        means = (totals / max(_count(objective, minibatch), 1)).tolist()
+        means = (totals / max(minibatch.count(objective.per), 1)).tolist()
         above += any(mean > objective.stop_above[name] for name, mean in zip(names, means, strict=True))
     dist.all_reduce(above, op=dist.ReduceOp.MAX, group=groups.mp)
     return bool(above.item())
@@ -346,7 +343,7 @@ def _training_step(copy: ModelCopy, objective: Objective, temperature: float, mi
     assert copy.parallel.pg_collection is not None
     # The schedule divides a loss by the number of micro-batches, DDP averages gradients over data-parallel ranks.
     replicas = copy.parallel.pg_collection.dp.size()
-    scale = len(minibatch.microbatches) * replicas / max(_count(objective, minibatch), 1)
+    scale = len(minibatch.microbatches) * replicas / max(minibatch.count(objective.per), 1)
 
     def forward_step(iterator: Iterator[PaddedMicrobatch], model: Any) -> tuple[Any, Any]:
         one = next(iterator)
@@ -391,20 +388,15 @@ def _add(sums: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return dict(zip(sums[0], stacked.sum(dim=0), strict=True))
 
 
-def _report(
-    copy: ModelCopy,
-    rows: Sequence[Mapping[str, torch.Tensor]],
-    counts: Sequence[int],
-    grad_norms: list[float],
-) -> dict[str, Any]:
-    """Means per step over the global minibatch. Collective over the data-parallel ranks of the last stage."""
+def _means(
+    copy: ModelCopy, rows: Sequence[Mapping[str, torch.Tensor]], counts: Sequence[int]
+) -> dict[str, list[float]]:
+    """Name -> mean of each step over its minibatch. Collective over the data-parallel ranks of the last stage."""
     if not rows:
-        return {"steps": {}}
+        return {}
     assert copy.parallel.pg_collection is not None
     names = list(rows[0])
     totals = torch.stack([torch.stack([row[name] for name in names]) for row in rows])
     dist.all_reduce(totals, group=copy.parallel.pg_collection.dp)
     totals = totals / totals.new_tensor([max(count, 1) for count in counts]).unsqueeze(-1)
-    steps = dict(zip(names, totals.T.tolist(), strict=True))
-    steps["grad_norm"] = grad_norms
-    return {name: sum(values) / len(values) for name, values in steps.items()} | {"steps": steps}
+    return dict(zip(names, totals.T.tolist(), strict=True))

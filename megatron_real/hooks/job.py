@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_real.algorithms.registry import find_algorithm
-from megatron_real.backend import Algorithm, DataKind, Head, Minibatching
+from megatron_real.backend import Algorithm, Head, Minibatching
 from megatron_real.capabilities import capability_problems
 from megatron_real.data_plan import Lengths, assign
 from megatron_real.dataflow import CallType, Graph
@@ -170,7 +170,7 @@ def _held_out(options: RunOptions, tokenizer: Tokenizer, algorithm: Algorithm) -
     return Dataset(
         lines.records,
         batch_size=options.data.eval_batch_size or size,
-        unit=2 if algorithm.data is DataKind.PAIRS else 1,
+        unit=algorithm.data.unit,
     )
 
 
@@ -212,7 +212,7 @@ def _check_program(program: Program, source: str, setups: Mapping[str, RoleSetup
 
 
 def _num_sequences(algorithm: Algorithm, batch_size: int) -> int:
-    return batch_size * (2 if algorithm.data is DataKind.PAIRS else algorithm.samples_per_prompt)
+    return batch_size * algorithm.data.unit * algorithm.samples_per_prompt
 
 
 def _roles(

@@ -286,8 +286,7 @@ class CallRunner:
         objective = Measured(inner=inner, metric=state.held_out.metric, unit=unit)
         means = self._backend.evaluate(copy, batch, minibatch, objective, self._algorithm.temperature)
         if site.reports:
-            count = minibatch.num_tokens if inner.per is Per.RESPONSE else minibatch.num_sequences
-            state.measured[call.name] = Sums.of_means(count, means)
+            state.measured[call.name] = Sums.of_means(minibatch.count(inner.per), means)
 
     def told(self, key: str, state: Iteration) -> dict[int, torch.Tensor]:
         """By sequence id, the values of a key that this rank is the one to tell of."""
@@ -305,6 +304,8 @@ class CallRunner:
             the score under its key.
         """
         found: dict[str, dict[str, Any]] = {}
+        if not ids:  # as in most iterations
+            return found
         for call in self._graph.calls:
             tokens = [entry.key for entry in call.inputs if self._graph.key(entry.key).per is Per.TOKEN]
             scored = [key for key in call.outputs if self._graph.key(key).per is Per.SEQUENCE]

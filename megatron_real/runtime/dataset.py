@@ -135,7 +135,7 @@ class Dataset:
             batch_size=options.batch_size,
             samples_per_prompt=options.samples_per_prompt,
             seed=options.seed,
-            unit=2 if options.kind is DataKind.PAIRS else 1,
+            unit=options.kind.unit,
         )
 
     def digest(self) -> str:

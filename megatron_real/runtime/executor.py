@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_real.backend import Algorithm, ModelBackend, Streaming
+from megatron_real.capabilities import graph_problems
 from megatron_real.data_plan import Lengths, build_transfer_plans
 from megatron_real.dataflow import SAMPLES, Call, CallType
 from megatron_real.device_memory import MemoryLedger
-from megatron_real.errors import PlanError, Problem, RealError, raise_problems
+from megatron_real.errors import PlanError, RealError, raise_problems
 from megatron_real.layout import rank_groups
 from megatron_real.plan import CopyKey
 from megatron_real.program import Mix, Offload, Program, Realloc, Reload, Run, Save, Side, Step, Transfer
@@ -74,14 +75,15 @@ class RankExecutor:
     """Runs the program of one rank.
 
     Raises:
-        PlanError: the graph has an inference call without exactly one output.
+        PlanError: the graph has calls that the runtime cannot execute.
     """
 
     def __init__(self, parts: RunParts) -> None:
         self.program = parts.program
         self.rank = parts.rank
         self.algorithm = parts.algorithm
-        self._check_graph()
+        graph = parts.program.graph
+        raise_problems(graph_problems(graph), subject=f"graph {graph.name}", error=PlanError)
         self._backend = parts.backend
         self.transfers = parts.transfers
         self.observers = parts.observers
@@ -415,17 +417,6 @@ class RankExecutor:
             return str(mesh)
         ranks = next(group for group in rank_groups(mesh, layout, "tp", "cp", "pp") if self.rank in group)
         return _listed(ranks) if len(ranks) > 1 else None
-
-    def _check_graph(self) -> None:
-        graph = self.program.graph
-        problems = [
-            Problem(
-                path=f"calls.{call.name}.outputs", found=str(list(call.outputs)), expected="exactly one key"
-            )
-            for call in graph.calls
-            if call.type is CallType.INFERENCE and len(call.outputs) != 1
-        ]
-        raise_problems(problems, subject=f"graph {graph.name}", error=PlanError)
 
 
 def _due(step: Step, iteration: int) -> bool:
