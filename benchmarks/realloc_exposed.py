@@ -22,7 +22,7 @@ from megatron_real.hooks.streaming import Gate
 from megatron_real.realloc_ops.executor import ReallocExecutor
 from megatron_real.realloc_ops.local_shards import gather_tables
 from megatron_real.realloc_ops.plan import ReallocOrder, build_realloc_plan
-from megatron_real.realloc_ops.transports import Parcel, Pending, TorchTransport
+from megatron_real.realloc_ops.transports import Exchange, Parcel, Pending, TorchTransport
 from tests.harness import run_ranks
 from tests.hooks.tiny import layouts, placement
 
@@ -50,7 +50,7 @@ class RatedTransport:
         """All else is the inner transport's."""
         return getattr(self._inner, name)
 
-    def exchange(self, send: Parcel | None, receive: Parcel | None) -> Pending:
+    def exchange(self, send: Parcel | None, receive: Parcel | None) -> Exchange:
         """Start both directions behind what is on the link already."""
         parcels = [parcel for parcel in (send, receive) if parcel is not None]
         num_bytes = max(parcel.payload.numel() for parcel in parcels)
@@ -59,10 +59,9 @@ class RatedTransport:
         return self._inner.exchange(send, receive)
 
     def wait(self, pending: Pending) -> None:
-        """Return when the exchange, or one direction of it, is complete, and not before the link has let it through."""
+        """Return when the message is complete, and not before the link has let it through."""
         self._inner.wait(pending)
-        parcels = [parcel for parcel in (pending.send, pending.receive) if parcel is not None]
-        sleep(max(max(self._done_at_s[id(parcel)] for parcel in parcels) - monotonic(), 0.0))
+        sleep(max(self._done_at_s[id(pending.parcel)] - monotonic(), 0.0))
 
 
 def exposed_rows(role: RoleModel, source: str, target: str) -> Iterator[dict[str, Any]]:

@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron_real.plan import CopyKey
 from megatron_real.realloc_ops import InPlace, Reallocator, ReallocOptions
 from megatron_real.realloc_ops.buckets import Slice
 from megatron_real.realloc_ops.local_shards import LocalShards, gather_tables
+from megatron_real.realloc_ops.node_links import NodeLinks
 from megatron_real.realloc_ops.plan import RankPlan, build_realloc_plan
 from megatron_real.realloc_ops.shards import Shard
 
@@ -37,6 +39,7 @@ _WHOLE_BYTES = 1 << 40
 """A bucket that nothing fills."""
 _LARGE_BYTES = 1 << 20
 _MODULUS = 65521
+_LONG = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,14 +148,16 @@ def _leave_segments(copy: ModelCopy) -> None:
 class Limit:
     """The same bytes between the same pairs of ranks, one message each, from memory that needs no packing.
 
-    Beside the wire it makes the copies inside a rank that no method can avoid: what the rank keeps, and what is not
-    contiguous in the source or in the destination. All of it at once, and in no order.
+    Over gloo, or over the links of a node. Beside the wire it makes the copies inside a rank that no method can avoid:
+    what the rank keeps, and what is not contiguous in the source or in the destination. All of it at once, and in no
+    order.
     """
 
-    def __init__(self, pair: Pair, plan: RankPlan) -> None:
+    def __init__(self, pair: Pair, plan: RankPlan, links: NodeLinks | None = None) -> None:
         """Allocate all that `run` touches."""
         src, dst = (_views(copy.shards if copy is not None else None) for copy in (pair.src, pair.dst))
         self._group = pair.group
+        self._links = links
         self._messages: list[tuple[Callable[..., Any], torch.Tensor, int]] = []
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
@@ -173,7 +178,8 @@ class Limit:
                     self._add_copy(part, torch.ones_like(part, memory_format=torch.contiguous_format))
                 elif piece.num_bytes >= _LARGE_BYTES:
                     self.contiguous_bytes += piece.num_bytes
-        for operation, peers in ((dist.isend, sent), (dist.irecv, received)):
+        send, receive = (dist.isend, dist.irecv) if links is None else (links.send, links.receive)
+        for operation, peers in ((send, sent), (receive, received)):
             for peer, num_bytes in sorted(peers.items()):
                 self._messages.append((operation, torch.ones(num_bytes, dtype=torch.uint8), peer))
         for piece in plan.copies:
@@ -181,15 +187,18 @@ class Limit:
 
     def run(self) -> None:
         """Once; the destination has no meaningful values after it."""
-        works = [
-            work
-            for operation, payload, peer in self._messages
-            for work in dist.batch_isend_irecv([dist.P2POp(operation, payload, peer, self._group)])
-        ]
+        if self._links is not None:
+            works = [operation(peer, payload) for operation, payload, peer in self._messages]
+        else:
+            works = [
+                work
+                for operation, payload, peer in self._messages
+                for work in dist.batch_isend_irecv([dist.P2POp(operation, payload, peer, self._group)])
+            ]
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
         for work in works:
-            work.wait()
+            work.wait(_LONG)
 
     def _add_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._targets.append(target)

@@ -46,20 +46,8 @@ class BoundStep:
     receive: Leg | None
     copies: tuple[Copies, ...]
     """Made after the step was posted."""
-
-    def shares_buffer(self, other: BoundStep) -> bool:
-        """Whether this step writes to a part of a staging buffer that `other` uses."""
-        legs = ((self.send, other.send), (self.receive, other.receive))
-        return any(
-            mine is not None
-            and theirs is not None
-            and mine.packed
-            and mine.place is not None
-            and theirs.place is not None
-            and mine.place.start < theirs.place.stop
-            and theirs.place.start < mine.place.stop
-            for mine, theirs in legs
-        )
+    after: int
+    """How many steps must be finished before its places in the staging buffers are free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,15 +158,17 @@ class Binder:
             groups.setdefault(place, []).append(copies)
         staging = (outgoing.staging, incoming.staging)
         allocate(staging)
-        legs = zip(plan.steps, outgoing.legs(), incoming.legs(), strict=True)
+        sends, receives = outgoing.legs(), incoming.legs()
+        columns = zip(plan.steps, sends, receives, _steps_before(sends), _steps_before(receives), strict=True)
         steps = tuple(
             BoundStep(
                 hop=step.order[0],
                 send=send,
                 receive=receive,
                 copies=tuple(groups.get(index, ())),
+                after=max(free),
             )
-            for index, (step, send, receive) in enumerate(legs)
+            for index, (step, send, receive, *free) in enumerate(columns)
         )
         return BoundPlan(
             generations=(src.generation if src is not None else 0, dst.generation if dst is not None else 0),
@@ -224,6 +214,23 @@ class Binder:
             )
         with with_memory(view):
             return view[piece.box.slices_in(box)]
+
+
+def _steps_before(legs: Sequence[Leg | None]) -> list[int]:
+    """By step, how many steps use what lies in the staging buffer at its place, up to the last one."""
+    users: list[tuple[range, int]] = []
+    """Places that hold something, and the last step that needs it."""
+    found: list[int] = []
+    for index, leg in enumerate(legs):
+        place = leg.place if leg is not None else None
+        if leg is None or place is None:
+            found.append(0)
+            continue
+        here = [user for user in users if user[0].start < place.stop and place.start < user[0].stop]
+        found.append(max((last + 1 for _, last in here), default=0) if leg.packed else 0)
+        users = [user for user in users if user not in here]
+        users.append((place, index))
+    return found
 
 
 def _place_copies(steps: Sequence[Step], copies: Sequence[Slice]) -> dict[tuple[int, int], list[Slice]]:

@@ -39,7 +39,7 @@ from megatron_real.realloc_ops.packing import Staging, copy_tensors, mix_tensors
 from megatron_real.realloc_ops.plan import RankPlan
 from megatron_real.realloc_ops.report import ReallocReport
 from megatron_real.realloc_ops.streaming import Arrivals, Stream, WaveCounter
-from megatron_real.realloc_ops.transports import Pending, Transport
+from megatron_real.realloc_ops.transports import Exchange, Pending, Transport
 
 __all__ = ["ExecutorOptions", "InPlace", "ReallocExecutor", "ReallocReport"]
 
@@ -315,7 +315,8 @@ class _Run:
         self._residence = residence
         self._devices = devices
         self._most_steps = MOST_IN_FLIGHT if residence is None else MOST_IN_PLACE
-        self._under_way: deque[tuple[BoundStep, Pending]] = deque()
+        self._under_way: deque[tuple[BoundStep, Exchange]] = deque()
+        self._num_finished = 0
         self._rest = bound.rest
         self._counter = WaveCounter(bound.waves)
         self._duplicates = deque(bound.duplicates)
@@ -329,21 +330,16 @@ class _Run:
             if step.hop != hop:
                 yield from self._complete()
                 hop = step.hop
-            while self._is_blocked(step):
-                yield from self._finish(*self._under_way.popleft())
+            while self._under_way and (
+                len(self._under_way) >= self._most_steps or self._num_finished < step.after
+            ):
+                yield from self._finish_first()
             self._under_way.append((step, self._post(step)))
             for copies in step.copies:  # while the messages travel
                 self._copy(copies)
         yield from self._complete()
 
-    def _is_blocked(self, step: BoundStep) -> bool:
-        if not self._under_way:
-            return False
-        if len(self._under_way) >= self._most_steps:
-            return True
-        return any(step.shares_buffer(other) for other, _ in self._under_way)
-
-    def _post(self, step: BoundStep) -> Pending:
+    def _post(self, step: BoundStep) -> Exchange:
         send, receive = step.send, step.receive
         if send is not None and send.place is not None and send.packed:
             copy_tensors(send.parts, send.staged)
@@ -354,17 +350,19 @@ class _Run:
             send.parcel if send is not None else None, receive.parcel if receive is not None else None
         )
 
-    def _finish(self, step: BoundStep, pending: Pending) -> Iterator[Pending]:
-        if step.receive is not None:
-            yield pending.receiving()
+    def _finish_first(self) -> Iterator[Pending]:
+        step, exchange = self._under_way.popleft()
+        if step.receive is not None and exchange.received is not None:
+            yield exchange.received
             if step.receive.place is not None:
                 self._before_write(step.receive.parts)
                 self._deliver(step.receive.staged, step.receive.parts)
             self._count(step.receive.wave)
-        if step.send is not None:
-            yield pending.sending()
+        if step.send is not None and exchange.sent is not None:
+            yield exchange.sent
             if step.send.place is None:
                 self._after_read(step.send.parts)
+        self._num_finished += 1
 
     def _complete(self) -> Iterator[Pending]:
         """Make the copies that are left and finish all steps under way."""
@@ -372,7 +370,7 @@ class _Run:
             self._copy(copies)
         self._rest = ()
         while self._under_way:
-            yield from self._finish(*self._under_way.popleft())
+            yield from self._finish_first()
 
     def _copy(self, copies: Copies) -> None:
         self._before_write(copies.targets)

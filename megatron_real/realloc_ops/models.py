@@ -69,12 +69,22 @@ class ReallocOptions:
     """For messages."""
     timeout_s: float = 600.0
     """How long one message may take. A source may still be computing when a destination waits for it."""
+    node_links: bool = True
+    """Over gloo, let ranks of one node copy out of each other's memory where the kernel allows it (`node_links.py`)."""
 
     @property
     def shared(self) -> tuple[object, ...]:
         """What must be equal on all ranks."""
         rows = tuple(sorted(self.real_rows.items()))
-        return self.order, self.bucket_bytes, self.devices_per_node, self.verify, self.mix, rows
+        fields = (
+            self.order,
+            self.bucket_bytes,
+            self.devices_per_node,
+            self.verify,
+            self.mix,
+            self.node_links,
+        )
+        return *fields, rows
 
 
 class _Roster(NamedTuple):
@@ -138,7 +148,9 @@ class Reallocator:
         """The process group that was made for this."""
         group = group if group is not None else self.own_group
         number = _NUM_MADE[group] = _NUM_MADE.get(group, 0) + 1
-        self._transport = TorchTransport.connect(group, timeout_s=options.timeout_s)
+        self._transport = TorchTransport.connect(
+            group, timeout_s=options.timeout_s, node_links=options.node_links
+        )
         self._agreement = Agreement(
             group, dist.get_rank(), name=f"library {number}", timeout_s=options.timeout_s
         )
@@ -325,7 +337,7 @@ def _require_agreement(rosters: Mapping[int, _Roster]) -> None:
     for rank, roster in rosters.items():
         if roster.shared != first.shared:
             raise PlanError(
-                "reallocation: found (order, bucket_bytes, devices_per_node, verify, mix, real_rows) = "
+                "reallocation: found (order, bucket_bytes, devices_per_node, verify, mix, node_links, real_rows) = "
                 f"{roster.shared} on rank {rank}; expected {first.shared} as on rank {first_rank}. Give all ranks the "
                 "same options."
             )

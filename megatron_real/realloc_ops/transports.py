@@ -19,15 +19,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_real.errors import PeerError, RealError
+from megatron_real.realloc_ops.node_links import LinkWork, NodeLinks
 
-__all__ = ["LocalNetwork", "Parcel", "Pending", "TorchTransport", "Transport", "Turns"]
+__all__ = ["Exchange", "LocalNetwork", "Parcel", "Pending", "TorchTransport", "Transport", "Turns"]
 
 _POLL_S = 0.0002
 
@@ -46,37 +47,21 @@ class Parcel:
 
 @dataclass(slots=True, kw_only=True)
 class Pending:
-    """An exchange under way."""
+    """A message under way, in one direction."""
 
-    send: Parcel | None
-    receive: Parcel | None
-    works: list[tuple[Parcel, dist.Work]] = field(default_factory=list)
-    """Of `TorchTransport`."""
-    delivered: set[int] = field(default_factory=set)
-    """Of `LocalNetwork`: ids of parcels that are complete."""
+    parcel: Parcel
+    receives: bool
+    work: LinkWork | dist.Work | None = None
+    """Of `TorchTransport`; NCCL may know both directions of an exchange as one."""
+    delivered: bool = False
+    """Of `LocalNetwork`."""
 
-    @property
-    def remaining(self) -> int:
-        """Of `LocalNetwork`: directions that are not complete."""
-        return sum(
-            parcel is not None and id(parcel) not in self.delivered for parcel in (self.send, self.receive)
-        )
 
-    def receiving(self) -> Pending:
-        """What is received, to wait for it alone; gloo lets each direction be waited for once."""
-        return Pending(
-            send=None, receive=self.receive, works=self._works_of(self.receive), delivered=self.delivered
-        )
+class Exchange(NamedTuple):
+    """Both directions of an exchange; either may be missing."""
 
-    def sending(self) -> Pending:
-        """What is sent, to wait for it alone."""
-        return Pending(
-            send=self.send, receive=None, works=self._works_of(self.send), delivered=self.delivered
-        )
-
-    def _works_of(self, parcel: Parcel | None) -> list[tuple[Parcel, dist.Work]]:
-        """NCCL may know an exchange as a whole only: then either direction waits for both."""
-        return [item for item in self.works if item[0] is parcel] or self.works
+    sent: Pending | None
+    received: Pending | None
 
 
 class Transport(Protocol):
@@ -97,12 +82,12 @@ class Transport(Protocol):
         """Say that a run ended half-way, so that messages may be under way that nobody takes."""
         ...
 
-    def exchange(self, send: Parcel | None, receive: Parcel | None) -> Pending:
+    def exchange(self, send: Parcel | None, receive: Parcel | None) -> Exchange:
         """Start both directions; returns at once."""
         ...
 
     def wait(self, pending: Pending) -> None:
-        """Return when the sent payload may be overwritten and the received one read.
+        """Return when a sent payload may be overwritten, or a received one read.
 
         Raises:
             PeerError: the other end failed or did not come in time; names the peer and the message.
@@ -159,20 +144,32 @@ class _Turn:
 
 
 class TorchTransport:
-    """Point-to-point over a process group."""
+    """Point-to-point over a process group; between CPU ranks of one node without it where that is possible."""
 
-    def __init__(self, group: dist.ProcessGroup, *, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        links: NodeLinks | None = None,
+    ) -> None:
         """Use `connect`."""
         self._group = group
         self._device = device
         self._timeout_s = timeout_s
+        self._links = links
+        self.linked_peers = links.peers if links is not None else frozenset[int]()
+        """The ranks that are reached by memory and not over the group."""
         self._rank = dist.get_rank()
         self._places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
         self._turns = Turns()
         self._given_up: str | None = None
 
     @classmethod
-    def connect(cls, group: dist.ProcessGroup, *, timeout_s: float = 600.0) -> TorchTransport:
+    def connect(
+        cls, group: dist.ProcessGroup, *, timeout_s: float = 600.0, node_links: bool = True
+    ) -> TorchTransport:
         """Make a transport over `group`, which must be used for nothing else. Collective over `group`.
 
         NCCL makes its communicator at the first operation, and needs all ranks of the group for that, while in a
@@ -181,12 +178,14 @@ class TorchTransport:
         Args:
             group: a gloo or NCCL group of all ranks of both layouts.
             timeout_s: how long one wait may last. A source may still be computing when a destination waits for it.
+            node_links: with gloo, let ranks of one node copy out of each other's memory (`node_links`).
         """
         on_cuda = "nccl" in dist.get_backend(group)  # also of a group for both devices, "cpu:gloo,cuda:nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         if on_cuda:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-        return cls(group, device=device, timeout_s=timeout_s)
+        links = NodeLinks.connect(group) if node_links and not on_cuda else None
+        return cls(group, device=device, timeout_s=timeout_s, links=links)
 
     def staging_device(self) -> torch.device:
         return self._device
@@ -196,8 +195,10 @@ class TorchTransport:
 
     def give_up(self, reason: str) -> None:
         self._given_up = self._given_up or reason
+        if self._links is not None:
+            self._links.close()
 
-    def exchange(self, send: Parcel | None, receive: Parcel | None) -> Pending:
+    def exchange(self, send: Parcel | None, receive: Parcel | None) -> Exchange:
         """See `Transport.exchange`.
 
         Raises:
@@ -209,76 +210,79 @@ class TorchTransport:
                 f"reallocation on rank {self._rank}: {self._given_up} earlier, so messages of it may be under way "
                 "in this process group. Connect a transport over a new group."
             )
-        parcels = [parcel for parcel in (receive, send) if parcel is not None]
-        try:
-            works = self._post(send, receive)
-        except RuntimeError as error:
-            raise self._peer_error(parcels, "could not be started", error) from error
-        # NCCL may return one work for the whole batch; then any of the parcels names it.
-        return Pending(send=send, receive=receive, works=list(zip(parcels, works, strict=False)))
-
-    def _post(self, send: Parcel | None, receive: Parcel | None) -> list[dist.Work]:
-        """What is received first, then what is sent."""
-        works: list[dist.Work] = []
-        if (
-            self._device.type == "cpu"
-        ):  # gloo's own calls: a batch would do the same, with several times the work
-            if receive is not None:
-                works.append(self._group.recv([receive.payload], self._places[receive.peer], 0))
-            if send is not None:
-                works.append(self._group.send([send.payload], self._places[send.peer], 0))
-            return works
-        # Batched: unbatched NCCL operations between two ranks share one stream, so two ranks that both send first
-        # would wait for each other.
-        works += dist.batch_isend_irecv(
-            [
-                dist.P2POp(operation, parcel.payload, parcel.peer, self._group)
-                for parcel, operation in ((receive, dist.irecv), (send, dist.isend))
-                if parcel is not None
-            ]
+        if self._device.type == "cuda":
+            return self._exchange_cuda(send, receive)
+        return Exchange(
+            received=self._post(receive, receives=True) if receive is not None else None,
+            sent=self._post(send, receives=False) if send is not None else None,
         )
-        return works
+
+    def _post(self, parcel: Parcel, *, receives: bool) -> Pending:
+        """Over the link if there is one, or gloo's own call: a batch would do the same, with several times the work."""
+        work: LinkWork | dist.Work
+        try:
+            if parcel.peer in self.linked_peers:
+                assert self._links is not None, "a rank without links has no linked peers"
+                post = self._links.receive if receives else self._links.send
+                work = post(parcel.peer, parcel.payload)
+            else:
+                through = self._group.recv if receives else self._group.send
+                work = through([parcel.payload], self._places[parcel.peer], 0)
+        except RuntimeError as error:
+            raise self._peer_error(parcel, "could not be started", error) from error
+        return Pending(parcel=parcel, receives=receives, work=work)
+
+    def _exchange_cuda(self, send: Parcel | None, receive: Parcel | None) -> Exchange:
+        """Both in one batch: outside it, two ranks that both send first would wait for each other on their stream."""
+        parcels = [parcel for parcel in (receive, send) if parcel is not None]
+        operations = [
+            dist.P2POp(operation, parcel.payload, parcel.peer, self._group)
+            for parcel, operation in ((receive, dist.irecv), (send, dist.isend))
+            if parcel is not None
+        ]
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise self._peer_error(parcels[0], "could not be started", error) from error
+        return Exchange(
+            received=Pending(parcel=receive, receives=True, work=works[0]) if receive is not None else None,
+            sent=Pending(parcel=send, receives=False, work=works[-1]) if send is not None else None,
+        )
 
     def wait(self, pending: Pending) -> None:
         deadline_s = time.monotonic() + self._timeout_s
-        if self._device.type == "cuda":
-            self._wait_cuda(pending, deadline_s)
-            return
-        for parcel, work in pending.works:
-            try:
-                work.wait(datetime.timedelta(seconds=max(deadline_s - time.monotonic(), 0.001)))
-            except RuntimeError as error:
-                late = time.monotonic() >= deadline_s
-                what = f"did not complete within {self._timeout_s:g} s" if late else "failed"
-                raise self._peer_error([parcel], what, error, late=late) from error
+        work, on_cuda = pending.work, self._device.type == "cuda"
+        assert work is not None, "exchange gives every message its work"
+        try:
+            if on_cuda and isinstance(work, dist.Work):
+                work.wait()  # with a timeout NCCL would block this thread
+            else:
+                work.wait(datetime.timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            late = time.monotonic() >= deadline_s
+            what = f"did not complete within {self._timeout_s:g} s" if late else "failed"
+            raise self._peer_error(pending.parcel, what, error, late=late) from error
+        if on_cuda:
+            self._watch_cuda(pending.parcel, deadline_s)
 
-    def _wait_cuda(self, pending: Pending, deadline_s: float) -> None:
-        """Order the current stream behind the exchange, then watch it from the host so that a dead peer is named."""
-        for parcel, work in pending.works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._peer_error([parcel], "failed", error) from error
+    def _watch_cuda(self, parcel: Parcel, deadline_s: float) -> None:
+        """The current stream waits for the message; watch it from the host, so that a dead peer is named."""
         done = torch.cuda.Event()
         done.record()
         while not done.query():
             if time.monotonic() > deadline_s:
-                parcels = [parcel for parcel in (pending.send, pending.receive) if parcel is not None]
                 raise self._peer_error(
-                    parcels, f"did not complete within {self._timeout_s:g} s", None, late=True
+                    parcel, f"did not complete within {self._timeout_s:g} s", None, late=True
                 )
             time.sleep(_POLL_S)
 
     def _peer_error(
-        self, parcels: list[Parcel], what: str, error: Exception | None, *, late: bool = False
+        self, parcel: Parcel, what: str, error: Exception | None, *, late: bool = False
     ) -> PeerError:
-        names = "; ".join(parcel.label for parcel in parcels)
-        peers = sorted({parcel.peer for parcel in parcels})
         cause = f" ({error})" if error is not None else ""
         return PeerError(
-            f"reallocation on rank {self._rank}: {names} {what}{cause}. "
-            f"Look at rank {', '.join(map(str, peers))} first.",
-            peers=peers,
+            f"reallocation on rank {self._rank}: {parcel.label} {what}{cause}. Look at rank {parcel.peer} first.",
+            peers=[parcel.peer],
             late=late,
         )
 
@@ -292,8 +296,8 @@ class LocalNetwork:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device or torch.device("cpu")
-        self._sent: dict[tuple[int, int], deque[tuple[Parcel, Pending]]] = {}
-        self._wanted: dict[tuple[int, int], deque[tuple[Parcel, Pending]]] = {}
+        self._sent: dict[tuple[int, int], deque[Pending]] = {}
+        self._wanted: dict[tuple[int, int], deque[Pending]] = {}
         self.bytes_by_pair: dict[tuple[int, int], int] = {}
         self.messages_by_pair: dict[tuple[int, int], int] = {}
 
@@ -315,7 +319,7 @@ class LocalNetwork:
         """
         waiting: dict[int, Pending | None] = dict.fromkeys(programs)
         while waiting:
-            ready = [rank for rank, pending in waiting.items() if pending is None or pending.remaining == 0]
+            ready = [rank for rank, pending in waiting.items() if pending is None or pending.delivered]
             if not ready:
                 raise RealError(
                     f"reallocation: ranks {sorted(waiting)} wait for each other: {self._open_labels()}"
@@ -326,33 +330,35 @@ class LocalNetwork:
             except StopIteration:
                 del waiting[rank]
 
-    def deliver(self, rank: int, pending: Pending) -> None:
+    def deliver(self, rank: int, exchange: Exchange) -> None:
         """Post the parcels of `rank` and complete every pair of a send and its receive."""
-        if pending.send is not None:
-            self._sent.setdefault((rank, pending.send.peer), deque()).append((pending.send, pending))
-            self._match(rank, pending.send.peer)
-        if pending.receive is not None:
-            self._wanted.setdefault((pending.receive.peer, rank), deque()).append((pending.receive, pending))
-            self._match(pending.receive.peer, rank)
+        if exchange.sent is not None:
+            peer = exchange.sent.parcel.peer
+            self._sent.setdefault((rank, peer), deque()).append(exchange.sent)
+            self._match(rank, peer)
+        if exchange.received is not None:
+            peer = exchange.received.parcel.peer
+            self._wanted.setdefault((peer, rank), deque()).append(exchange.received)
+            self._match(peer, rank)
 
     def _match(self, src: int, dst: int) -> None:
-        sent, wanted = self._sent.get((src, dst)), self._wanted.get((src, dst))
-        while sent and wanted:
-            (outgoing, sender), (incoming, receiver) = sent.popleft(), wanted.popleft()
-            if outgoing.payload.numel() != incoming.payload.numel():
+        all_sent, all_wanted = self._sent.get((src, dst)), self._wanted.get((src, dst))
+        while all_sent and all_wanted:
+            sent, wanted = all_sent.popleft(), all_wanted.popleft()
+            num_bytes = sent.parcel.payload.numel()
+            if num_bytes != wanted.parcel.payload.numel():
                 raise RealError(
-                    f"reallocation: {incoming.label}: found {outgoing.payload.numel()} bytes sent; expected "
-                    f"{incoming.payload.numel()}."
+                    f"reallocation: {wanted.parcel.label}: found {num_bytes} bytes sent; expected "
+                    f"{wanted.parcel.payload.numel()}."
                 )
-            incoming.payload.copy_(outgoing.payload)
-            sender.delivered.add(id(outgoing))
-            receiver.delivered.add(id(incoming))
-            self.bytes_by_pair[src, dst] = self.bytes_by_pair.get((src, dst), 0) + outgoing.payload.numel()
+            wanted.parcel.payload.copy_(sent.parcel.payload)
+            sent.delivered = wanted.delivered = True
+            self.bytes_by_pair[src, dst] = self.bytes_by_pair.get((src, dst), 0) + num_bytes
             self.messages_by_pair[src, dst] = self.messages_by_pair.get((src, dst), 0) + 1
 
     def _open_labels(self) -> list[str]:
         queues = [*self._sent.values(), *self._wanted.values()]
-        return [parcel.label for queue in queues for parcel, _ in queue]
+        return [pending.parcel.label for queue in queues for pending in queue]
 
     def staging_device(self) -> torch.device:
         return self._device
@@ -374,14 +380,16 @@ class _LocalTransport:
     def give_up(self, reason: str) -> None:
         """Nothing: whoever makes a run fail in one process makes another network."""
 
-    def exchange(self, send: Parcel | None, receive: Parcel | None) -> Pending:
-        pending = Pending(send=send, receive=receive)
-        self._network.deliver(self._rank, pending)
-        return pending
+    def exchange(self, send: Parcel | None, receive: Parcel | None) -> Exchange:
+        exchange = Exchange(
+            sent=Pending(parcel=send, receives=False) if send is not None else None,
+            received=Pending(parcel=receive, receives=True) if receive is not None else None,
+        )
+        self._network.deliver(self._rank, exchange)
+        return exchange
 
     def wait(self, pending: Pending) -> None:
-        if pending.remaining:
-            parcels = [parcel.label for parcel in (pending.send, pending.receive) if parcel is not None]
+        if not pending.delivered:
             raise PeerError(
-                f"reallocation on rank {self._rank}: {parcels} can only complete under LocalNetwork.run"
+                f"reallocation on rank {self._rank}: {pending.parcel.label} can only complete under LocalNetwork.run"
             )

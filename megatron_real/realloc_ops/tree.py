@@ -95,8 +95,12 @@ class Tree:
 
     def _send(self, payload: torch.Tensor, peer: int) -> Pending:
         label = f"{self._name}: checks from rank {self.rank} to rank {peer}"
-        return self._transport.exchange(Parcel(peer=peer, payload=payload, label=label), None)
+        sent, _ = self._transport.exchange(Parcel(peer=peer, payload=payload, label=label), None)
+        assert sent is not None, "a parcel was given"
+        return sent
 
     def _receive(self, payload: torch.Tensor, peer: int) -> Pending:
         label = f"{self._name}: checks from rank {peer} to rank {self.rank}"
-        return self._transport.exchange(None, Parcel(peer=peer, payload=payload, label=label))
+        _, received = self._transport.exchange(None, Parcel(peer=peer, payload=payload, label=label))
+        assert received is not None, "a parcel was given"
+        return received

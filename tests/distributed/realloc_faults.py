@@ -100,6 +100,7 @@ class Job:
         mode: VerifyMode = "checksum",
         how: How = "fused",
         timeout_s: float = 20.0,
+        node_links: bool = True,
         before: Callable[[ReallocExecutor], None] = lambda executor: None,
     ) -> Outcome:
         group = (
@@ -117,7 +118,7 @@ class Job:
         tables = [gather_tables(side.entries if side is not None else (), group) for side in shards]
         plan = build_realloc_plan(*tables, bucket_bytes=_BUCKET_BYTES, rank=self.rank, order=_ORDERS[how])
         part = plan.of(self.rank)
-        inner = TorchTransport.connect(group, timeout_s=timeout_s)
+        inner = TorchTransport.connect(group, timeout_s=timeout_s, node_links=node_links)
         transport: Any = inner
         if fault is not None and fault.rank == self.rank and fault.kind != "no memory":
             transport = _Faulty(inner, round(fault.share * (len(part.steps) - 1)), lambda: _act(fault))

@@ -45,6 +45,7 @@ def _make_executor(
     group: dist.ProcessGroup,
     ledger: MemoryLedger,
     timeout_s: float = 30.0,
+    node_links: bool = True,
     **options: object,
 ) -> ReallocExecutor:
     src = gather_tables(here.shards.entries if here else (), group)
@@ -54,7 +55,7 @@ def _make_executor(
         build_realloc_plan(src, dst, bucket_bytes=_BUCKET_BYTES, rank=rank, **options).of(rank),
         src=here.shards if here else None,
         dst=there.shards if there else None,
-        transport=TorchTransport.connect(group, timeout_s=timeout_s),
+        transport=TorchTransport.connect(group, timeout_s=timeout_s, node_links=node_links),
         ledger=ledger,
     )
 
@@ -63,7 +64,7 @@ def _refuse(*_: object, **__: object) -> None:
     raise AssertionError("an object collective in a reallocation")
 
 
-def _run_cases() -> list[ReallocReport]:
+def _run_cases(node_links: bool) -> list[ReallocReport]:
     group = dist.new_group(backend="gloo")
     model = SyntheticModel(layers=5, hidden=16, ffn=32, tied=True, fp32_bias=True, kv_groups=4)
     reports: list[ReallocReport] = []
@@ -72,7 +73,10 @@ def _run_cases() -> list[ReallocReport]:
         there = build_copy(model, there_layout, dist.get_rank())
         ledger = MemoryLedger()
         executor = _make_executor(
-            here, there, group, ledger, order=ORDERS[number % 3], devices_per_node=2 if number % 2 else None
+            *(here, there, group, ledger),
+            node_links=node_links,
+            order=ORDERS[number % 3],
+            devices_per_node=2 if number % 2 else None,
         )
         narrowest = _BF16 if _BF16 in (here_layout.dtype, there_layout.dtype) else torch.float32
         if here:
@@ -98,8 +102,9 @@ def _run_cases() -> list[ReallocReport]:
     return reports
 
 
-def test_all_cases_twice_over_gloo() -> None:
-    by_rank = run_ranks(4, _run_cases)
+@pytest.mark.parametrize("node_links", [True, False], ids=["memory", "gloo"])
+def test_all_cases_twice(node_links: bool) -> None:
+    by_rank = run_ranks(4, _run_cases, node_links)
     for reports in zip(*by_rank, strict=True):
         for report in reports:
             assert report.bytes_moved == report.bytes_bound

@@ -38,7 +38,7 @@ _FAULTS = [
 
 
 def _all_faults(seed: int) -> tuple[list[tuple[Fault, Outcome, Outcome]], list[tuple[int, int]]]:
-    """Each fault under a random way to move and mode, then the same reallocation without it, in the same processes.
+    """Each fault under a random way to move, mode and transport, then the same reallocation without it.
 
     Also how many process groups and open files there were after each.
     """
@@ -48,7 +48,10 @@ def _all_faults(seed: int) -> tuple[list[tuple[Fault, Outcome, Outcome]], list[t
     for number, fault in enumerate(_FAULTS):
         how = pick.choice(["fused", "layers", "stream", "in place"])
         mode = pick.choice(["off", "checksum"])
-        failed = job.run(_DST, 2 * number, fault=fault, mode=mode, how=how, timeout_s=_TIMEOUT_S)
+        links = pick.choice([True, False])
+        failed = job.run(
+            _DST, 2 * number, fault=fault, mode=mode, how=how, timeout_s=_TIMEOUT_S, node_links=links
+        )
         dist.barrier()
         seen.append((fault, failed, job.run(_DST, 2 * number + 1, how=how)))
         gc.collect()
@@ -116,17 +119,19 @@ def test_the_order_of_arrival_does_not_matter(seed: int) -> None:
             assert outcome.version == (number if rank >= (2, 2, 3)[number] else None)
 
 
-def _one_dies(share: float) -> tuple[Outcome, Outcome]:
+def _one_dies(share: float, node_links: bool) -> tuple[Outcome, Outcome]:
     """Rank 3 dies; the others hold all weights and go on without it."""
     job = Job(_SPREAD)
-    failed = job.run(SyntheticLayout(dp=4), 1, fault=Fault(rank=3, kind="die", share=share), timeout_s=20.0)
+    fault = Fault(rank=3, kind="die", share=share)
+    failed = job.run(SyntheticLayout(dp=4), 1, fault=fault, timeout_s=20.0, node_links=node_links)
     job.ranks = [0, 1, 2]
     return failed, job.run(SyntheticLayout(dp=3), 2)
 
 
 @pytest.mark.parametrize("share", _shares(3, 3))
-def test_a_dead_rank_is_named_and_the_others_can_go_on(share: float) -> None:
-    *survivors, dead = run_ranks(4, _one_dies, share, may_die={3})
+@pytest.mark.parametrize("node_links", [True, False], ids=["memory", "gloo"])
+def test_a_dead_rank_is_named_and_the_others_can_go_on(share: float, node_links: bool) -> None:
+    *survivors, dead = run_ranks(4, _one_dies, share, node_links, may_die={3})
     assert dead is None
     for rank, (failed, after) in enumerate(survivors):
         assert failed.error.startswith(

@@ -44,8 +44,8 @@ class _Slow(TorchTransport):
 
     def wait(self, pending: Pending) -> None:
         super().wait(pending)
-        if pending.receive is not None:
-            time.sleep(pending.receive.payload.numel() / self.bytes_per_s)
+        if pending.receives:
+            time.sleep(pending.parcel.payload.numel() / self.bytes_per_s)
 
 
 def _outputs(copy) -> list[torch.Tensor]:

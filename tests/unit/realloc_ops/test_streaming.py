@@ -16,7 +16,7 @@ from megatron_real.realloc_ops.local_shards import LocalShards, local_table
 from megatron_real.realloc_ops.plan import build_realloc_plan
 from megatron_real.realloc_ops.shards import ParamTable
 from megatron_real.realloc_ops.streaming import Arrivals, WaveCounter
-from megatron_real.realloc_ops.transports import LocalNetwork, Parcel, Pending, Turns
+from megatron_real.realloc_ops.transports import Exchange, LocalNetwork, Parcel, Pending, Turns
 from tests.synthetic_copies import FakeShardedTensor, expected_values
 
 _LAYERS = 4
@@ -106,14 +106,17 @@ class _PipeEnd:
     def staging_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def exchange(self, send: Parcel | None, receive: Parcel | None) -> Pending:
-        return Pending(send=send, receive=receive)
+    def exchange(self, send: Parcel | None, receive: Parcel | None) -> Exchange:
+        if send is not None:
+            self._pipes.put(self._rank, send)
+        return Exchange(
+            sent=Pending(parcel=send, receives=False) if send is not None else None,
+            received=Pending(parcel=receive, receives=True) if receive is not None else None,
+        )
 
     def wait(self, pending: Pending) -> None:
-        if pending.send is not None:
-            self._pipes.put(self._rank, pending.send)
-        if pending.receive is not None:
-            self._pipes.get(self._rank, pending.receive, self._timeout_s)
+        if pending.receives:
+            self._pipes.get(self._rank, pending.parcel, self._timeout_s)
 
 
 def _copy(key_order: tuple[int, ...] = tuple(range(_LAYERS))) -> tuple[dict[int, torch.Tensor], LocalShards]:

@@ -1,0 +1,324 @@
+"""Messages between ranks of one node whose payload the receiver copies out of the sender's memory.
+
+Gloo moves every byte through two sockets' buffers and a thread of its own; between processes of one machine a copy by
+the kernel (`process_vm_readv`, which MPI libraries use for the same reason) takes half of the time and no buffer. What
+goes over a socket is only that a payload is ready, and where, and that it was taken.
+
+A pair of ranks has one Unix socket. Records on it are in order, so messages of a pair match by their order alone, as
+those of a process group do. Whoever waits for one message serves all that it has posted, over all links: a receiver
+copies what peers offer whatever it waits for itself. A socket closes with its process, so a dead peer is known at once.
+
+Invariants (tests/distributed/test_node_links.py):
+    - a payload is read only after its receive was posted, and may be overwritten once its send is complete;
+    - two ranks have a link or have none: both can read the other's memory, which was tried;
+    - nothing is posted to a link that is closed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_real.process_groups import exchange
+
+__all__ = ["LinkWork", "NodeLinks"]
+
+_RECORD = struct.Struct("=QQ")
+"""Address and size of a payload; of size 0 where the oldest payload that was offered is taken."""
+_TAKEN = _RECORD.pack(0, 0)
+_TOKEN_BYTES = 16
+_CONNECT_S = 60.0
+"""How long a rank that has just said that it connected may take for its first record."""
+
+
+class _Region(ctypes.Structure):
+    """`struct iovec` of <sys/uio.h>."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
+
+
+class _Hello(NamedTuple):
+    """What a rank says to all others."""
+
+    machine: str
+    """The kernel that it runs on; empty where memory of other processes cannot be read."""
+    address: bytes
+    """Of the socket that it listens on."""
+    token: bytes
+    """What is to be found in its memory; also how those that connect prove who they are."""
+    token_at: int
+
+
+class LinkWork:
+    """A message under way, like `torch.distributed.Work`."""
+
+    __slots__ = ("_link", "_links", "done", "num_bytes", "target")
+
+    def __init__(self, links: NodeLinks, link: _Link, target: int, num_bytes: int) -> None:
+        """Made by `NodeLinks`; `target` is where a received payload goes."""
+        self._links = links
+        self._link = link
+        self.target = target
+        self.num_bytes = num_bytes
+        self.done = False
+
+    def wait(self, timeout: datetime.timedelta) -> None:
+        """Serve all links until this message is complete.
+
+        Raises:
+            RuntimeError: the peer is gone, or it took too long.
+        """
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        while not self.done:
+            if self._link.why_closed:
+                raise RuntimeError(self._link.why_closed)
+            self._links.serve(max(deadline_s - time.monotonic(), 0.0))
+            if not self.done and time.monotonic() >= deadline_s:
+                raise RuntimeError(f"timed out after {timeout.total_seconds():g} s")
+
+
+class NodeLinks:
+    """The links of one rank, for one user at a time."""
+
+    def __init__(self, links: dict[int, _Link]) -> None:
+        """Use `connect`."""
+        self._links = links
+        self.peers = frozenset(links)
+        """The ranks that have a link with this one."""
+        self._by_descriptor = {link.socket.fileno(): link for link in links.values()}
+        self._poll = select.poll()
+        for descriptor in self._by_descriptor:
+            self._poll.register(descriptor, select.POLLIN)
+
+    @classmethod
+    def connect(cls, group: dist.ProcessGroup) -> NodeLinks:
+        """Link this rank with those of its node whose memory it can read. Collective over `group`.
+
+        Raises:
+            PeerError: a rank did not come.
+        """
+        rank = dist.get_rank()
+        token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            machine = _machine()
+            if machine:
+                listener.bind("")  # the kernel finds a name, which is in no file system
+                listener.listen(dist.get_world_size(group))
+            address = listener.getsockname() if machine else b""
+            mine = _Hello(machine, address, token.raw, ctypes.addressof(token))
+            told = exchange(mine, None, group=group, what="memory links")
+            near = {other: hello for other, hello in told.items() if machine and hello.machine == machine}
+            sockets = {
+                other: found
+                for other, hello in near.items()
+                if other < rank and (found := _call(hello.address, token.raw)) is not None
+            }
+            calls = exchange(sorted(sockets), None, group=group, what="memory links")
+            callers = {told[other].token: other for other, called in calls.items() if rank in called}
+            while callers.keys() - {told[other].token for other in sockets}:
+                sockets |= _answer(listener, callers)
+        links = {}
+        for other, connected in sorted(sockets.items()):
+            link = _Link(other, connected)
+            if link.can_read(near[other]):
+                links[other] = link
+            else:
+                connected.close()
+        return cls(links)
+
+    def send(self, peer: int, payload: torch.Tensor) -> LinkWork:
+        """Offer a payload, flat and on the CPU.
+
+        Raises:
+            RuntimeError: the peer is gone.
+        """
+        link = self._open(peer)
+        work = LinkWork(self, link, 0, payload.numel())
+        link.sent.append(work)
+        link.tell(_RECORD.pack(payload.data_ptr(), payload.numel()))
+        return work
+
+    def receive(self, peer: int, payload: torch.Tensor) -> LinkWork:
+        """Say where the next payload of a peer goes; it comes while this rank waits for some message.
+
+        Raises:
+            RuntimeError: the peer is gone.
+        """
+        link = self._open(peer)
+        work = LinkWork(self, link, payload.data_ptr(), payload.numel())
+        link.wanted.append(work)
+        return work
+
+    def serve(self, timeout_s: float) -> None:
+        """Take what is offered on all links; if nothing is, wait for a record of any peer."""
+        taken = [link.take() for link in self._links.values() if link.offers and link.wanted]
+        if any(taken):
+            return
+        for descriptor, _ in self._poll.poll(timeout_s * 1000.0):
+            link = self._by_descriptor[descriptor]
+            link.read()
+            link.take()
+            if link.why_closed:
+                self._poll.unregister(descriptor)
+                del self._by_descriptor[descriptor]
+                link.socket.close()
+
+    def close(self) -> None:
+        """End all links: peers that wait for this rank fail now."""
+        for link in self._links.values():
+            link.why_closed = link.why_closed or "closed by this rank"
+            link.socket.close()
+
+    def _open(self, peer: int) -> _Link:
+        link = self._links[peer]
+        if link.why_closed:
+            raise RuntimeError(link.why_closed)
+        return link
+
+
+class _Link:
+    """One end of a link."""
+
+    def __init__(self, peer: int, connected: socket.socket) -> None:
+        self.socket = connected
+        self.sent: deque[LinkWork] = deque()
+        """Offered and not yet taken."""
+        self.wanted: deque[LinkWork] = deque()
+        """Posted receives whose payload was not offered."""
+        self.offers: deque[tuple[int, int]] = deque()
+        """Address and size of payloads that nobody wanted yet."""
+        self.why_closed = ""
+        self._peer = peer
+        self._process_id = struct.unpack(
+            "3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        )[0]
+
+    def can_read(self, hello: _Hello) -> bool:
+        """Try to read the peer's memory, and ask it whether it could read this rank's."""
+        found = ctypes.create_string_buffer(_TOKEN_BYTES)
+        with suppress(RuntimeError):
+            self._copy(hello.token_at, ctypes.addressof(found), _TOKEN_BYTES)
+        mine = found.raw == hello.token
+        self.socket.settimeout(_CONNECT_S)
+        self.socket.send(b"1" if mine else b"0")
+        theirs = self.socket.recv(1) == b"1"
+        self.socket.settimeout(None)
+        return mine and theirs
+
+    def tell(self, record: bytes) -> None:
+        """Send a record. It does not block: records that are not read are few (`executor.MOST_IN_FLIGHT`)."""
+        try:
+            self.socket.send(record)
+        except OSError as error:
+            self.why_closed = f"rank {self._peer} closed its connection: {error}"
+
+    def read(self) -> None:
+        """Read the records that are there."""
+        while True:
+            try:
+                record = self.socket.recv(_RECORD.size, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                record, reason = b"", f": {error}"
+            else:
+                reason = ""
+            if not record:
+                self.why_closed = self.why_closed or f"rank {self._peer} closed its connection{reason}"
+                return
+            address, num_bytes = _RECORD.unpack(record)
+            if num_bytes:
+                self.offers.append((address, num_bytes))
+            else:
+                self.sent.popleft().done = True
+
+    def take(self) -> bool:
+        """Copy what is offered and wanted; whether there was something."""
+        took = False
+        while self.offers and self.wanted:
+            (address, num_bytes), work = self.offers.popleft(), self.wanted.popleft()
+            if num_bytes != work.num_bytes:
+                self.why_closed = (
+                    f"rank {self._peer} sent {num_bytes} bytes where {work.num_bytes} were expected"
+                )
+                return True
+            try:
+                self._copy(address, work.target, num_bytes)
+            except RuntimeError as error:
+                self.why_closed = str(error)
+                return True
+            work.done = took = True
+            self.tell(_TAKEN)
+        return took
+
+    def _copy(self, source: int, target: int, num_bytes: int) -> None:
+        """Copy from the peer's memory; one call moves at most 2 GiB."""
+        done = 0
+        while done < num_bytes:
+            here = _Region(target + done, num_bytes - done)
+            there = _Region(source + done, num_bytes - done)
+            copied = _LIBC.process_vm_readv(
+                self._process_id, ctypes.byref(here), 1, ctypes.byref(there), 1, 0
+            )
+            if copied <= 0:
+                raise RuntimeError(
+                    f"memory of rank {self._peer} could not be read: {os.strerror(ctypes.get_errno())}"
+                )
+            done += copied
+
+
+def _load() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    if sys.platform == "linux":
+        library.process_vm_readv.restype = ctypes.c_ssize_t
+        regions = (ctypes.POINTER(_Region), ctypes.c_ulong)
+        library.process_vm_readv.argtypes = (ctypes.c_int, *regions, *regions, ctypes.c_ulong)
+    return library
+
+
+_LIBC = _load()
+
+
+def _machine() -> str:
+    """The running kernel; empty where there is no such call."""
+    if sys.platform != "linux":
+        return ""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _call(address: bytes, token: bytes) -> socket.socket | None:
+    """Connect to a rank of this machine; None if it cannot be reached (another network namespace)."""
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connected.connect(address)
+        connected.send(token)
+    except OSError:
+        connected.close()
+        return None
+    return connected
+
+
+def _answer(listener: socket.socket, callers: dict[bytes, int]) -> dict[int, socket.socket]:
+    """Accept one connection and find out whose it is; a stranger's is closed."""
+    listener.settimeout(_CONNECT_S)
+    connected, _ = listener.accept()
+    connected.settimeout(_CONNECT_S)
+    caller = callers.get(connected.recv(_TOKEN_BYTES))
+    if caller is None:
+        connected.close()
+        return {}
+    return {caller: connected}

@@ -1,0 +1,166 @@
+"""Messages that a receiver copies out of its peer's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_real.realloc_ops import node_links
+from megatron_real.realloc_ops.node_links import NodeLinks
+from megatron_real.realloc_ops.transports import Parcel, TorchTransport
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.dist
+
+_SHORT = datetime.timedelta(seconds=0.3)
+_LONG = datetime.timedelta(seconds=30)
+
+
+def _memory_can_be_read() -> bool:
+    """Whether a child may read its parent's memory here, found out without the code under test."""
+    there, pid, ends = ctypes.create_string_buffer(b"parent"), os.getpid(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        here = ctypes.create_string_buffer(6)
+        regions = [(ctypes.c_void_p * 2)(ctypes.addressof(one), 6) for one in (here, there)]
+        call = ctypes.CDLL(None).process_vm_readv
+        call(pid, regions[0], ctypes.c_ulong(1), regions[1], ctypes.c_ulong(1), ctypes.c_ulong(0))
+        os.write(ends[1], here.raw)
+        os._exit(0)
+    os.waitpid(child, 0)
+    return os.read(ends[0], 6) == b"parent"
+
+
+needs_memory = pytest.mark.skipif(
+    not _memory_can_be_read(), reason="this machine lets no process read another's memory"
+)
+
+
+def _payload(seed: int, num_bytes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+
+
+def _talk() -> int:
+    """Every rank sends many messages to every other one, in an order of its own; returns how many were right."""
+    links = NodeLinks.connect(dist.new_group(backend="gloo"))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    others = [other for other in range(world) if other != rank]
+    assert links.peers == set(others)
+    sizes = [1, 17, 4096, 3 << 20, 5, *range(100, 130)]
+    posted, sent = [], []
+    for number, size in enumerate(sizes):
+        for other in others if number % 2 else reversed(others):
+            target = torch.zeros(size, dtype=torch.uint8)
+            if (number + rank) % 3 == 0:
+                time.sleep(0.0005)
+            posted.append((links.receive(other, target), target, _payload(1000 * other + number, size)))
+            sent.append(links.send(other, _keep(_payload(1000 * rank + number, size))))
+    for work in (*reversed(sent[: len(sent) // 2]), *sent, *(work for work, *_ in posted)):
+        work.wait(_LONG)
+    return sum(torch.equal(target, expected) for _, target, expected in posted)
+
+
+_KEPT: list[torch.Tensor] = []
+
+
+def _keep(tensor: torch.Tensor) -> torch.Tensor:
+    _KEPT.append(tensor)
+    return tensor
+
+
+@needs_memory
+def test_messages_of_a_pair_arrive_in_order_whoever_waits_for_what() -> None:
+    assert run_ranks(3, _talk) == [70, 70, 70]
+
+
+def _meet_trouble() -> list[str]:
+    """Rank 1 is late, then offers another size, then dies; rank 0 says what it met."""
+    groups = [dist.new_group(backend="gloo") for _ in range(3)]
+    rank, texts = dist.get_rank(), []
+    for trouble, group in enumerate(groups):
+        links = NodeLinks.connect(group)
+        payload = torch.ones(8, dtype=torch.uint8)
+        if rank == 1:
+            if trouble == 0:
+                time.sleep(2 * _SHORT.total_seconds())
+                links.close()
+            elif trouble == 1:
+                with pytest.raises(RuntimeError, match="rank 0 closed"):
+                    links.send(0, payload).wait(_LONG)
+            else:
+                os._exit(0)
+            continue
+        work = links.receive(1, torch.zeros(9, dtype=torch.uint8))
+        for timeout in (_SHORT, _LONG) if trouble == 0 else (_LONG,):
+            with pytest.raises(RuntimeError) as caught:
+                work.wait(timeout)
+            texts.append(str(caught.value))
+        with pytest.raises(RuntimeError):
+            links.send(1, payload)
+        links.close()
+    return texts
+
+
+@needs_memory
+def test_a_peer_that_is_late_wrong_or_dead_is_found_out() -> None:
+    texts, _ = run_ranks(2, _meet_trouble, may_die={1})
+    assert [text.partition(":")[0] for text in texts] == [
+        "timed out after 0.3 s",
+        "rank 1 closed its connection",
+        "rank 1 sent 8 bytes where 9 were expected",
+        "rank 1 closed its connection",
+    ]
+
+
+def _over_transport(blind_rank: int | None, node_links_wanted: bool) -> tuple[frozenset[int], bool]:
+    """Ranks in a ring; one of them may not read memory."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if rank == blind_rank:
+        node_links._machine = lambda: "another kernel"
+    transport = TorchTransport.connect(
+        dist.new_group(backend="gloo"), timeout_s=20.0, node_links=node_links_wanted
+    )
+    target = torch.zeros(1000, dtype=torch.uint8)
+    behind, ahead = (rank - 1) % world, (rank + 1) % world
+    both = transport.exchange(
+        Parcel(peer=ahead, payload=_payload(rank, 1000), label="ahead"),
+        Parcel(peer=behind, payload=target, label="behind"),
+    )
+    for pending in both:
+        assert pending is not None
+        transport.wait(pending)
+    return transport.linked_peers, torch.equal(target, _payload(behind, 1000))
+
+
+@needs_memory
+@pytest.mark.parametrize(
+    ("blind_rank", "wanted", "peers"),
+    [
+        (None, True, [{1, 2}, {0, 2}, {0, 1}]),
+        (1, True, [{2}, set(), {0}]),
+        (None, False, [set(), set(), set()]),
+    ],
+    ids=["all", "one on another machine", "none"],
+)
+def test_pairs_without_a_link_go_over_the_group(
+    blind_rank: int | None, wanted: bool, peers: list[set[int]]
+) -> None:
+    assert run_ranks(3, _over_transport, blind_rank, wanted) == [(set(one), True) for one in peers]
+
+
+def _with_unreadable_memory() -> frozenset[int]:
+    if dist.get_rank() == 1:
+        node_links._LIBC.process_vm_readv = lambda *_: -1
+    return NodeLinks.connect(dist.new_group(backend="gloo")).peers
+
+
+@needs_memory
+def test_both_ends_must_be_able_to_read() -> None:
+    assert run_ranks(3, _with_unreadable_memory) == [{2}, set(), {0}]
