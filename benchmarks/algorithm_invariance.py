@@ -22,36 +22,22 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from benchmarks.invariance import (  # noqa: E402  (installs the CPU device before Megatron is imported)
+from benchmarks.invariance import compare, run_case  # noqa: E402  (installs the CPU device: before Megatron)
+from benchmarks.invariance_cases import (  # noqa: E402
     DATA_ONLY,
     MEGATRON,
     ONE,
     OPTIONS,
+    SPLIT,
     Case,
-    compare,
     place,
     reward,
-    run_case,
 )
 from megatron_real.algorithms.registry import find_algorithm  # noqa: E402
 from megatron_real.plan import Plan  # noqa: E402
 from megatron_real.plan_search.inputs import PlanInputs  # noqa: E402
 from megatron_real.plan_search.planner_inputs import planner_of  # noqa: E402
 from megatron_real.plan_search.problem import Limits  # noqa: E402
-
-SPLIT = {
-    "actor_gen": place(0, 2, dp=2),
-    "greedy_gen": place(2, 4, tp=2),
-    "rew_inf": place(0, 2, micro=1, dp=2),
-    "greedy_rew_inf": place(2, 4, micro=1, dp=2),
-    "ref_inf": place(2, 4, pp=2),
-    "critic_inf": place(2, 4, dp=2),
-    "critic_train": place(2, 4, tp=2, sp=True),
-    "actor_train": place(0, 2, dp=2, micro=1),
-    "reward_train": place(1, 3, pp=2),
-}
-"""Calls of all algorithms on disjoint halves of four ranks where they can be."""
-
 
 SLOWER = {"lr": 1e-4}
 """With 1e-3, 24 steps make of rounding a difference by which one draw in some ten thousand gives another token."""

@@ -17,29 +17,27 @@ Two things were settled with rows in view, so that they are no blind test of the
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-import numpy as np  # noqa: E402
+from estimator_memory import memory  # noqa: E402
+from estimator_numbers import PRIOR, Sample, judge, leave_one_model_out, priced, rounded, spearman  # noqa: E402
 from validation_rows import PRETRAIN, TRAIN, Row, RowError, read_rows  # noqa: E402
 
 from megatron_real.dataflow import Call, CallType, Graph  # noqa: E402
-from megatron_real.errors import PlanError  # noqa: E402
 from megatron_real.model_shape import ModelShape  # noqa: E402
 from megatron_real.plan import LayoutSpec, Placement  # noqa: E402
 from megatron_real.plan_search.costs.analytic import AnalyticCost  # noqa: E402
 from megatron_real.plan_search.costs.calls import BackendTraits, CallPricer  # noqa: E402
 from megatron_real.plan_search.costs.operations import Collective, Grid, Group, MicroBatch, Pass  # noqa: E402
-from megatron_real.plan_search.memory import MemoryModel  # noqa: E402
 from megatron_real.plan_search.models import ModelSpec  # noqa: E402
 from megatron_real.plan_search.workload import LengthDistribution, Workload  # noqa: E402
 
@@ -57,127 +55,6 @@ GRPO = Graph(
     keys=(),
 )
 """One role stands for actor and reference, which are of one shape."""
-MIB = 1 << 20
-GIB = 1 << 30
-HEAD_ROOM = 0.08
-"""Of the capacity: what a search leaves free."""
-MIN_GROUP = 5
-"""Rows of a group before a rank correlation says anything."""
-NOISE = 0.15
-"""Relative error that a row is taken to have when a factor is fitted."""
-PRIOR = 0.25
-"""Standard deviation of the logarithm of a fitted factor, before any row was seen."""
-
-
-class Sample(NamedTuple):
-    """One row's group, model and measured value, and its prediction under a factor."""
-
-    group: str
-    model: str
-    measured: float
-    predict: Callable[[float], float]
-
-
-# Numbers
-
-
-def spearman(left: Sequence[float], right: Sequence[float]) -> float:
-    """Rank correlation; equal values share their mean rank. NaN where one side is constant."""
-    ranks = []
-    for values in (np.asarray(left), np.asarray(right)):
-        _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[place])
-    if np.ptp(ranks[0]) == 0 or np.ptp(ranks[1]) == 0:
-        return math.nan
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
-
-
-def errors_of(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Of (predicted, measured) pairs."""
-    ratios = np.array([predicted / measured - 1 for predicted, measured in pairs])
-    return {
-        "median_error": _round(float(np.median(abs(ratios)))),
-        "p90_error": _round(float(np.quantile(abs(ratios), 0.9))),
-        "bias": _round(float(np.median(ratios))),
-    }
-
-
-def choices_of(groups: dict[str, list[tuple[float, float]]]) -> dict[str, float | int]:
-    """Regret and rank correlation of (predicted, measured) pairs, by group."""
-    regrets, correlations = [], []
-    for pairs in groups.values():
-        if len(pairs) > 1:
-            chosen = min(pairs)[1]
-            regrets.append(chosen / min(measured for _, measured in pairs) - 1)
-        if len(pairs) >= MIN_GROUP:
-            correlations.append(spearman(*zip(*pairs, strict=True)))
-    if not regrets:
-        return {}
-    found: dict[str, float | int] = {
-        "groups": len(regrets),
-        "regret": _round(float(np.mean(regrets))),
-        "max_regret": _round(max(regrets)),
-    }
-    if correlations:
-        found["rank_correlation"] = _round(float(np.nanmean(correlations)))
-    return found
-
-
-def judge(samples: Sequence[Sample], factors: Sequence[float]) -> dict[str, Any]:
-    """All metrics of samples, each predicted under its factor."""
-    pairs, groups = [], defaultdict(list)
-    for sample, factor in zip(samples, factors, strict=True):
-        pair = (sample.predict(factor), sample.measured)
-        pairs.append(pair)
-        groups[sample.group].append(pair)
-    return {**errors_of(pairs), **choices_of(groups)}
-
-
-def fit(samples: Sequence[Sample], *, prior: float = PRIOR) -> float:
-    """The factor that the samples and the prior make most likely, by golden-section search over its logarithm."""
-
-    def loss(log_factor: float) -> float:
-        factor = math.exp(log_factor)
-        misses = [math.log(sample.predict(factor) / sample.measured) / NOISE for sample in samples]
-        return sum(min(miss * miss, 9.0) for miss in misses) + (log_factor / prior) ** 2
-
-    low, high, golden = -4 * prior, 4 * prior, (math.sqrt(5) - 1) / 2
-    while high - low > 0.01:
-        left, right = high - golden * (high - low), low + golden * (high - low)
-        low, high = (low, right) if loss(left) < loss(right) else (left, high)
-    return math.exp((low + high) / 2)
-
-
-def leave_one_model_out(
-    samples: Sequence[Sample], *, prior: float = PRIOR
-) -> tuple[list[float], list[float]]:
-    """The factor of each sample, fitted to the other models; and the distinct factors."""
-    by_model = {
-        model: fit([sample for sample in samples if sample.model != model], prior=prior)
-        for model in sorted({sample.model for sample in samples})
-    }
-    return [by_model[sample.model] for sample in samples], [_round(value) for value in by_model.values()]
-
-
-def _round(value: float) -> float:
-    return round(value, 4)
-
-
-def priced(rows: Sequence[Row], make: Callable[[Row], Sample], left_out: Counter[str]) -> list[Sample]:
-    """The rows' samples; `left_out` counts reasons."""
-    found = []
-    for row in rows:
-        try:
-            sample = make(row)
-            sample.predict(1.0)
-        except (RowError, PlanError) as error:
-            left_out[str(error)[:80]] += 1
-        else:
-            found.append(sample)
-    return found
-
-
-# Kinds
 
 
 def train() -> dict[str, Any]:
@@ -360,7 +237,7 @@ def _plainly(kind: str, metric: str, rows: list[Row], make: Callable[[Row], Samp
         "rows": len(samples),
         "fitted_on": _IN_TABLES.get(kind),
         **{name: judged[name] for name in ("median_error", "p90_error", "bias")},
-        "rank_correlation": _round(correlation),
+        "rank_correlation": rounded(correlation),
         "left_out": dict(left_out),
     }
 
@@ -433,100 +310,6 @@ def rl_step() -> dict[str, Any]:
     )
     line["not_counted"] = "refit of the engine, rewards, host work between calls"
     return line
-
-
-_OTHER_MEMORY = re.compile(r"grpo|fsdp|fp8")
-_OVERWRITTEN = 4
-"""Bytes per logit that Megatron's cross entropy keeps less than this package's: it exponentiates in place
-(`megatron.core.tensor_parallel.cross_entropy`), where log-probabilities and their exponentials are two fp32 tensors."""
-
-
-class Allocation(NamedTuple):
-    """Bytes of a test case, on its last rank."""
-
-    predicted: float
-    overwritten: float
-    """Of `predicted`, what Megatron's own loss does not hold."""
-    measured: float
-    is_spread: bool
-    """With the distributed optimizer."""
-
-
-def memory() -> Iterator[dict[str, Any]]:
-    """Bytes that Megatron's own test cases allocated, between steps and at most."""
-    left_out: Counter[str] = Counter()
-    static, peak = _allocations("mem_allocated", left_out), _allocations("mem_max", left_out)
-    plain = [one for one in static if not one.is_spread]
-    offset = float(np.median([one.measured - one.predicted for one in plain]))
-    fitted_on = (
-        f"{offset / MIB:.0f} MiB beside the model: {len(plain)} static rows without distributed optimizer"
-    )
-    yield {
-        "kind": "memory_static",
-        "rows": len(static),
-        "fitted_on": f"{fitted_on}; judged on the {len(static) - len(plain)} with it",
-        **errors_of([(one.predicted + offset, one.measured) for one in static if one.is_spread]),
-        "unfitted": errors_of([(one.predicted, one.measured) for one in static]),
-    }
-    pairs = [(one.predicted - one.overwritten + offset, one.measured) for one in peak]
-    yield {
-        "kind": "memory_max",
-        "rows": len(peak),
-        "fitted_on": f"{fitted_on}; {_OVERWRITTEN} bytes per logit fewer, as Megatron's own loss keeps",
-        **errors_of(pairs),
-        "rank_correlation": _round(spearman(*zip(*pairs, strict=True))),
-        "unfitted": errors_of([(one.predicted, one.measured) for one in peak]),
-        **_confusion(pairs),
-        "left_out": dict(left_out),
-    }
-
-
-def _allocations(metric: str, left_out: Counter[str]) -> list[Allocation]:
-    found = []
-    for row in read_rows("memory"):
-        if row.text("metric").startswith(metric):
-            try:
-                found.append(_allocation(row, static=metric == "mem_allocated"))
-            except (RowError, PlanError) as error:
-                left_out[str(error)[:80]] += 1
-    return found
-
-
-def _allocation(row: Row, *, static: bool) -> Allocation:
-    """Raises RowError."""
-    if _OTHER_MEMORY.search(row.text("id")):
-        raise RowError("another job: an inference engine beside training, FSDP or fp8")
-    memory_model = MemoryModel(PRETRAIN, {"model": row.model}, row.cluster, row.workload)
-    needed = memory_model.call_memory(TRAIN, row.placement)
-    found = needed.weights_bytes[-1] + needed.state_bytes[-1]
-    overwritten = 0.0
-    if not static:
-        found += needed.active_bytes[-1]
-        if "cross_entropy_loss_fusion" not in row.text("notes"):
-            positions = row.number("mbs") * row.number("seq") / row.layout.cp
-            overwritten = _OVERWRITTEN * positions * row.shape.padded_vocab_size / row.layout.tp
-    return Allocation(found, overwritten, row.value * GIB, row.model.distributed_optimizer)
-
-
-def _confusion(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """Fits or not, for capacities from 0.5 to 2 times what each run took, and for the device that it ran on."""
-    counts: Counter[str] = Counter()
-    for predicted, measured in pairs:
-        for share in (0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.4, 2.0):
-            fits, said = share >= 1, predicted <= (1 - HEAD_ROOM) * share * measured
-            counts[f"{'fits' if fits else 'too_large'}_predicted_{'fits' if said else 'too_large'}"] += 1
-    worst = max(measured / predicted - 1 for predicted, measured in pairs)
-    device = Row({"gpu": "H100-80G", "source": ""}).device.memory_bytes
-    return {
-        "fits_its_device_predicted_too_large": sum(
-            predicted > (1 - HEAD_ROOM) * device for predicted, _ in pairs
-        ),
-        "confusion": dict(sorted(counts.items())),
-        "worst_underestimate": _round(worst),
-        "underestimated_beyond_head_room": sum(
-            predicted < (1 - HEAD_ROOM) * measured for predicted, measured in pairs
-        ),
-    }
 
 
 def main() -> None:

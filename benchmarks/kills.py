@@ -27,8 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from benchmarks import invariance  # noqa: E402  (installs the CPU device before Megatron is imported)
-from benchmarks.algorithm_invariance import SPLIT  # noqa: E402
+from benchmarks.invariance_cases import OPTIONS, SPLIT, Case, case_tree  # noqa: E402
 from megatron_real.runtime.metrics import read_metrics  # noqa: E402
 from megatron_real.runtime.run_state import read_run_state  # noqa: E402
 from tests.e2e.tiny_run import Job, start, wait  # noqa: E402
@@ -41,8 +40,8 @@ _CLOCK = ("_s", "per_s")
 
 def options(algorithm: str, folder: Path) -> dict[str, Any]:
     """Of a run in `folder`; writes its plan and data."""
-    case = invariance.Case(name="split", num_ranks=RANKS, algorithm=algorithm, calls=SPLIT)
-    return invariance.case_tree(case, folder, ITERATIONS) | {"save_interval": 1}
+    case = Case(name="split", num_ranks=RANKS, algorithm=algorithm, calls=SPLIT)
+    return case_tree(case, folder, ITERATIONS) | {"save_interval": 1}
 
 
 def numbers(folder: Path) -> dict[int, dict[str, float]]:
@@ -88,7 +87,9 @@ def _where(job: Job, folder: Path) -> str:
     """The instruction that the survivors say the dead rank was in."""
     for path in sorted(folder.glob("failure-rank*")):
         failure = json.loads(path.read_text())
-        return f"iteration {failure['iteration']}, {failure['instruction']}"
+        if failure["iteration"] < 0:
+            return "during set-up"
+        return f"iteration {failure['iteration']}, {failure['instruction'] or 'between two instructions'}"
     return "before the first call" if any(job.codes.values()) else "after the end"
 
 
@@ -108,9 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Random kills and resumes.")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--algorithms", nargs="+", choices=list(invariance.OPTIONS), default=list(invariance.OPTIONS)
-    )
+    parser.add_argument("--algorithms", nargs="+", choices=list(OPTIONS), default=list(OPTIONS))
     given = parser.parse_args()
     chance, good = random.Random(given.seed), True
     with tempfile.TemporaryDirectory() as name:

@@ -28,36 +28,29 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.speedup_results import SEARCHED, Result, measure, sum_up  # noqa: E402
 from megatron_real.algorithms.graphs import ppo_graph  # noqa: E402
 from megatron_real.cli.ranks import launch_ranks  # noqa: E402
 from megatron_real.config import RunOptions, megatron_arguments  # noqa: E402
 from megatron_real.errors import CapacityError  # noqa: E402
-from megatron_real.plan_search.comparison import (  # noqa: E402
-    PredictedRun,
-    decisions_hash,
-    instruction_seconds,
-    iteration_seconds,
-)
+from megatron_real.plan_search.comparison import PredictedRun, decisions_hash  # noqa: E402
 from megatron_real.plan_search.inputs import PlanInputs  # noqa: E402
-from megatron_real.plan_search.planner import Estimate, Planner  # noqa: E402
+from megatron_real.plan_search.planner import Planner  # noqa: E402
 from megatron_real.plan_search.planner_inputs import planner_of  # noqa: E402
 from megatron_real.plan_search.presets import PRESETS, least_memory  # noqa: E402
 from megatron_real.plan_search.problem import Limits  # noqa: E402
 from megatron_real.plan_search.profile_db import ProfileDatabase  # noqa: E402
 from megatron_real.plan_search.space import Pin, SpaceOptions  # noqa: E402
-from megatron_real.runtime.summary import summarize  # noqa: E402
-from megatron_real.trace import Span, SpanKind, attribute_waits, read_spans  # noqa: E402
 
 OUTPUT = ROOT / "runs" / "speedup"
-SEARCHED = "searched"
 VOCABULARY = 257
 MEGATRON: dict[str, Any] = {
     "num_layers": 4,
@@ -124,32 +117,6 @@ WORKLOADS = {
     "tiny": Work(batch_size=4, prompt=8, cap=4, num_minibatches=1),
 }
 """Short responses, where training and inference count; long ones, where generation does; calls of milliseconds."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Result:
-    """A plan of a setting, and what its run was."""
-
-    name: str
-    estimate: Estimate | None
-    """None: no such plan fits."""
-    folder: Path
-    same_as: str | None = None
-    periods: tuple[float, ...] = ()
-    line: dict[str, Any] = field(default_factory=dict)
-    calls: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Predicted and measured seconds by instruction."""
-
-    @property
-    def measured_s(self) -> float:
-        return statistics.fmean(self.periods)
-
-    @property
-    def ci95_s(self) -> float:
-        count = len(self.periods)
-        if count < 2:
-            return math.inf
-        return student(count - 1) * statistics.stdev(self.periods) / math.sqrt(count)
 
 
 # Plans
@@ -314,53 +281,7 @@ def rank_main(path: Path) -> None:
     dist.destroy_process_group()
 
 
-# Results
-
-
-def measure(result: Result, iterations: int) -> None:
-    """Read a run's trace; the first iteration of each turn does not count."""
-    assert result.estimate is not None, "only plans that fit are run"
-    spans = read_spans(result.folder / "trace")
-    counted = {span.iteration for span in spans if span.iteration % iterations}
-    result.periods = tuple(seconds for i, seconds in iteration_seconds(spans).items() if i in counted)
-    waited = attribute_waits(spans)
-    measured = instruction_seconds(waited, counted)
-    simulated = result.estimate.simulation.spans
-    predicted = instruction_seconds(simulated, {max(span.iteration for span in simulated)})
-    result.calls = {
-        name: (predicted[kind, name], seconds)
-        for (kind, name), seconds in measured.items()
-        if kind is SpanKind.RUN and (kind, name) in predicted
-    }
-    result.line = {
-        **shares(waited, counted, iterations),
-        "call_communication_share": call_communication(result.estimate),
-    }
-    peaks = [int(span.facts["peak_bytes"] or 0) for span in spans if "peak_bytes" in span.facts]
-    forecast = result.estimate.plan.predicted
-    assert forecast is not None, "an estimate fills it in"
-    result.line["predicted_peak_bytes"] = max(forecast.peak_memory_bytes.values())
-    result.line["peak_bytes"] = max(peaks, default=None)
-
-
-def shares(spans: Sequence[Span], counted: set[int], iterations: int) -> dict[str, float]:
-    """Of all ranks' time in the counted iterations, turn by turn."""
-    turns: dict[int, list[Span]] = {}
-    for span in spans:
-        if span.iteration in counted:
-            turns.setdefault(span.iteration // iterations, []).append(span)
-    parts = [summarize(turn, []) for turn in turns.values()]
-    names = {"idle_share": "wait_share", "communication_share": "transfer_share"}
-    names |= {name: name for name in ("realloc_share", "runtime_share")}
-    return {new: round(statistics.fmean(part[old] for part in parts), 4) for new, old in names.items()}
-
-
-def call_communication(estimate: Estimate) -> float:
-    """Predicted share of all ranks' time in collectives and messages inside calls."""
-    spent = sum(
-        cost.communication_s * estimate.plan.calls[name].mesh.size for name, cost in estimate.calls.items()
-    )
-    return round(spent / (estimate.period_s * estimate.plan.cluster.num_devices), 4)
+# Settings
 
 
 def setting(
@@ -405,135 +326,6 @@ def setting(
             }
         )
     return results
-
-
-# Summary
-
-
-def sum_up(settings: Mapping[tuple[int, str, str], Sequence[Result]]) -> Iterator[dict[str, Any]]:
-    """The lines that judge the whole, against the aims."""
-    for ranks in sorted({key[0] for key in settings}):
-        mine = {key: results for key, results in settings.items() if key[0] == ranks}
-        own = {key: [r for r in results if r.periods and r.same_as is None] for key, results in mine.items()}
-        errors = [
-            r.estimate.period_s / r.measured_s - 1 for results in own.values() for r in results if r.estimate
-        ]
-        yield {
-            "summary": "predicted iteration time",
-            "ranks": ranks,
-            "plans": len(errors),
-            "median_error": round(statistics.median(map(abs, errors)), 4),
-            "bias": round(statistics.median(errors), 4),
-            "max_error": round(max(map(abs, errors)), 4),
-            "aim": "median <= 0.15 on two ranks",
-        }
-        yield {"summary": "order of plans", "ranks": ranks, **order_of(list(own.values()))}
-        yield {"summary": "measured / predicted by call", "ranks": ranks, **ratios(own)}
-    yield {"summary": "speed-up over heuristic", **speedups(settings)}
-    yield {"summary": "searched plan against presets", **against_presets(settings)}
-
-
-def order_of(groups: Sequence[Sequence[Result]]) -> dict[str, Any]:
-    """Whether plans that differ by more than their intervals come in the predicted order."""
-    right = wrong = 0
-    correlations, regrets = [], []
-    for results in groups:
-        for i, one in enumerate(results):
-            for other in results[:i]:
-                gap = one.measured_s - other.measured_s
-                if abs(gap) <= math.hypot(one.ci95_s, other.ci95_s):
-                    continue
-                agree = (predicted(one) - predicted(other)) * gap > 0
-                right, wrong = right + agree, wrong + (not agree)
-        expected, found = [predicted(r) for r in results], [r.measured_s for r in results]
-        if len(set(expected)) > 2 and len(set(found)) > 2:
-            correlations.append(statistics.correlation(expected, found, method="ranked"))
-        if results:
-            best = min(r.measured_s for r in results)
-            regrets.append(min(results, key=predicted).measured_s / best - 1)
-    return {
-        "median_rank_correlation": round(statistics.median(correlations), 3) if correlations else None,
-        "pairs_in_order": right,
-        "pairs_out_of_order": wrong,
-        "mean_regret": round(statistics.fmean(regrets), 4) if regrets else None,
-    }
-
-
-def predicted(result: Result) -> float:
-    """Seconds per iteration."""
-    assert result.estimate is not None, "it has run"
-    return result.estimate.period_s
-
-
-def ratios(groups: Mapping[tuple[int, str, str], Sequence[Result]]) -> dict[str, Any]:
-    """Median by workload and call."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for (_, workload, _), results in groups.items():
-        for result in results:
-            for name, (expected, seconds) in result.calls.items():
-                found.setdefault(workload, {}).setdefault(name.partition(":")[2], []).append(
-                    seconds / expected
-                )
-    return {
-        workload: {name: round(statistics.median(values), 2) for name, values in calls.items()}
-        for workload, calls in found.items()
-    }
-
-
-def speedups(settings: Mapping[tuple[int, str, str], Sequence[Result]]) -> dict[str, Any]:
-    """Of the searched plan over the heuristic one."""
-    found = {}
-    for (ranks, workload, memory), results in settings.items():
-        by_name = {result.name: result for result in results if result.periods}
-        if SEARCHED in by_name and "heuristic" in by_name:
-            ratio = by_name["heuristic"].measured_s / by_name[SEARCHED].measured_s
-            found[f"{ranks} ranks, {workload}, {memory}"] = round(ratio, 3)
-    long = [value for name, value in found.items() if ", long," in name]
-    return {
-        "by_setting": found,
-        "geometric_mean": round(statistics.geometric_mean(found.values()), 3) if found else None,
-        "aim": 1.54,
-        "long_responses": round(statistics.geometric_mean(long), 3) if long else None,
-        "aim_long_responses": 1.81,
-    }
-
-
-def against_presets(settings: Mapping[tuple[int, str, str], Sequence[Result]]) -> dict[str, Any]:
-    """By setting, the best preset's time over the searched plan's; and where one is faster beyond the intervals."""
-    ahead, behind = {}, []
-    for (ranks, workload, memory), results in settings.items():
-        by_name = {result.name: result for result in results if result.periods}
-        mine = by_name.pop(SEARCHED, None)
-        if mine is None:
-            continue
-        where = f"{ranks} ranks, {workload}, {memory}"
-        if by_name:
-            best = min(by_name.values(), key=lambda result: result.measured_s)
-            ahead[where] = {best.name: round(best.measured_s / mine.measured_s, 3)}
-        for preset in by_name.values():
-            slower = mine.measured_s - preset.measured_s
-            if slower > math.hypot(mine.ci95_s, preset.ci95_s):
-                behind.append(f"{where}: {preset.name} by {slower / preset.measured_s:.1%}")
-    return {"best_preset_over_searched": ahead, "slower_than": behind, "aim": "slower_than is empty"}
-
-
-_STUDENT = {
-    1: 12.71,
-    2: 4.303,
-    3: 3.182,
-    4: 2.776,
-    5: 2.571,
-    6: 2.447,
-    7: 2.365,
-    8: 2.306,
-    9: 2.262,
-    10: 2.228,
-}
-
-
-def student(degrees: int) -> float:
-    """The two-sided 95 % quantile of Student's t."""
-    return _STUDENT.get(degrees, 1.96 + 2.4 / degrees)
 
 
 def show(line: Mapping[str, Any]) -> None:

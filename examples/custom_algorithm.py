@@ -25,7 +25,7 @@ from megatron_real.algorithms.configs import TrainingConfig
 from megatron_real.algorithms.losses import SFTObjective
 from megatron_real.algorithms.options import option
 from megatron_real.algorithms.registry import AlgorithmDefinition
-from megatron_real.backend import KEPT, DataKind, Goal, Sampling
+from megatron_real.backend import KEPT, Goal, Sampling
 from megatron_real.batch import Batch
 from megatron_real.dataflow import Call, CallType, Graph, Input, KeySpec, Per, Scope
 from megatron_real.errors import Problem
@@ -93,7 +93,6 @@ class BestOfNConfig(TrainingConfig):
 class BestOfN(TrainingAlgorithm[BestOfNConfig]):
     """Cross entropy of the best responses; the other ones are masked out of the loss."""
 
-    data = DataKind.PROMPTS
     goal = Goal(metric="reward")
 
     @property

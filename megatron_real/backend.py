@@ -25,7 +25,6 @@ __all__ = [
     "KEPT",
     "MARGIN",
     "Algorithm",
-    "DataKind",
     "Goal",
     "Head",
     "Minibatch",
@@ -96,22 +95,6 @@ class Goal:
     higher_is_better: bool = True
     key: str = "rewards"
     """Where responses are generated: the per-sequence key whose mean over held-out prompts is the metric's value."""
-
-
-class DataKind(StrEnum):
-    """What a line of an algorithm's data set is."""
-
-    PROMPTS = "prompts"
-    """A prompt; the iteration generates responses."""
-    ANSWERS = "answers"
-    """A prompt with its answer: one sequence."""
-    PAIRS = "pairs"
-    """A prompt with two answers: two sequences with consecutive ids, the chosen one first."""
-
-    @property
-    def unit(self) -> int:
-        """Sequences that a line makes; they stay in one micro-batch."""
-        return 2 if self is DataKind.PAIRS else 1
 
 
 class Head(StrEnum):
@@ -210,11 +193,6 @@ class Algorithm(Protocol):
     """The mathematics of an iteration."""
 
     graph: Graph
-
-    @property
-    def data(self) -> DataKind:
-        """What its data set consists of."""
-        ...
 
     @property
     def goal(self) -> Goal:

@@ -15,7 +15,7 @@ import networkx
 
 from megatron_real.errors import PlanError, Problem, raise_problems
 
-__all__ = ["SAMPLES", "Call", "CallType", "Graph", "Input", "KeySpec", "Per", "Scope", "Update"]
+__all__ = ["SAMPLES", "Call", "CallType", "DataKind", "Graph", "Input", "KeySpec", "Per", "Scope", "Update"]
 
 SAMPLES = "samples"
 """The set of sequences of most graphs: a data set's, or the responses that are sampled."""
@@ -27,6 +27,22 @@ class CallType(StrEnum):
     GENERATE = "generate"
     INFERENCE = "inference"
     TRAIN = "train"
+
+
+class DataKind(StrEnum):
+    """What a line of a data set is."""
+
+    PROMPTS = "prompts"
+    """A prompt; the iteration generates responses."""
+    ANSWERS = "answers"
+    """A prompt with its answer: one sequence."""
+    PAIRS = "pairs"
+    """A prompt with two answers: two sequences with consecutive ids, the chosen one first."""
+
+    @property
+    def unit(self) -> int:
+        """Sequences that a line makes; they stay in one micro-batch."""
+        return 2 if self is DataKind.PAIRS else 1
 
 
 class Per(StrEnum):
@@ -112,9 +128,9 @@ class Graph:
 
     Raises:
         PlanError: a key without a specification or producer, two producers of a key, two train calls of a model, two
-            generations of a set of sequences, a key of another set than its call's, duplicate names, a cycle, or an
-            update that is not from a trained model to one that nothing else changes. All problems are reported
-            together.
+            generations of a set of sequences, a key of another set than its call's, duplicate names, a cycle, an
+            update that is not from a trained model to one that nothing else changes, pairs where all answers are
+            generated, or a scalar head of no model. All problems are reported together.
     """
 
     name: str
@@ -122,6 +138,11 @@ class Graph:
     keys: tuple[KeySpec, ...]
     updates: tuple[Update, ...] = ()
     """Made after all calls of an iteration, in this order."""
+    pairs: bool = False
+    """Whether a line of the data set has two answers, a chosen and a rejected one."""
+    scalar_heads: tuple[str, ...] = ()
+    """Models that return numbers in the place of log-probabilities, as a critic does. Those that make a key with one
+    number per sequence need not be named."""
 
     def __post_init__(self) -> None:
         raise_problems(self._problems(), subject=f"graph {self.name}")
@@ -133,6 +154,7 @@ class Graph:
         yield from self._ownership_problems()
         yield from self._sequence_problems()
         yield from self._update_problems()
+        yield from self._data_problems()
         producers = {key: call.name for call in self.calls for key in call.outputs}
         yield from self._key_problems(producers)
         graph = self._networkx(producers)
@@ -207,6 +229,16 @@ class Graph:
             if update.every < 1:
                 yield Problem(path=f"{path}.every", found=str(update.every), expected="at least 1")
 
+    def _data_problems(self) -> Iterator[Problem]:
+        """Pairs that no data set has, or a head of no model."""
+        if self.pairs and self.data is DataKind.PROMPTS:
+            yield Problem(path="pairs", found="true", expected="false: all answers are generated")
+        for model in self.scalar_heads:
+            if model not in self.models:
+                yield Problem(
+                    path="scalar_heads", found=repr(model), expected=f"some of the models {list(self.models)}"
+                )
+
     def _key_problems(self, producers: dict[str, str]) -> Iterator[Problem]:
         """Keys without a specification or without a producer."""
         known = {spec.name for spec in self.keys}
@@ -266,12 +298,27 @@ class Graph:
         Raises:
             PlanError: one of them consumes what none of them produces.
         """
-        return replace(self, calls=tuple(call for call in self.calls if call.name in names), updates=())
+        calls = tuple(call for call in self.calls if call.name in names)
+        models = {call.model for call in calls}
+        heads = tuple(model for model in self.scalar_heads if model in models)
+        return replace(self, calls=calls, updates=(), scalar_heads=heads)
 
     @property
     def models(self) -> tuple[str, ...]:
         """Roles in order of their first call."""
         return tuple(dict.fromkeys(call.model for call in self.calls if call.model is not None))
+
+    @property
+    def data(self) -> DataKind:
+        """What a line of the data set is: a prompt alone where all sequences are generated."""
+        if all(self.generation(sequences) for sequences in self.sequence_sets):
+            return DataKind.PROMPTS
+        return DataKind.PAIRS if self.pairs else DataKind.ANSWERS
+
+    def has_scalar_head(self, model: str) -> bool:
+        """Whether a model returns a number per token or sequence, and not log-probabilities."""
+        outputs = (key for call in self.calls_of(model) for key in call.outputs)
+        return model in self.scalar_heads or any(self.key(key).per is Per.SEQUENCE for key in outputs)
 
     @property
     def sequence_sets(self) -> tuple[str, ...]:

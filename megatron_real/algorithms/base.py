@@ -29,7 +29,7 @@ from megatron_real.algorithms.configs import PenalisedConfig, PolicyConfig, Trai
 from megatron_real.algorithms.groups import overlong_penalties
 from megatron_real.algorithms.kl import AdaptiveKL, FixedKL, KLController, KLEstimator, estimate_kl
 from megatron_real.algorithms.losses import Average, PolicyObjective
-from megatron_real.backend import KEPT, DataKind, Goal, Head, Minibatching, Objective, Sampling, Scorer
+from megatron_real.backend import KEPT, Goal, Head, Minibatching, Objective, Sampling, Scorer
 from megatron_real.batch import Batch
 from megatron_real.dataflow import Call, CallType, Graph, KeySpec, Per
 from megatron_real.errors import RealError
@@ -48,19 +48,10 @@ __all__ = [
 ADVANTAGES = KeySpec(name="advantages", per=Per.RESPONSE, dtype="float32")
 """The key that a `PolicyObjective` weighs its tokens by."""
 
-_HEADS = {
-    "ref_logprobs": Head.LOGPROBS,
-    "values": Head.VALUES,
-    "rewards": Head.SCORES,
-    "greedy_rewards": Head.SCORES,
-}
-"""What an inference call returns, by its output."""
-
 
 class TrainingAlgorithm[Config: TrainingConfig](ABC):
     """Implements `backend.Algorithm` for one train call on the data set's sequences; generates and scores nothing."""
 
-    data: ClassVar[DataKind] = DataKind.ANSWERS
     goal: ClassVar[Goal] = Goal(metric="loss", higher_is_better=False)
 
     def __init__(
@@ -88,10 +79,11 @@ class TrainingAlgorithm[Config: TrainingConfig](ABC):
 
     def head(self, call: Call) -> Head:
         """What the model of an inference call returns."""
-        key = call.outputs[0].rstrip("0123456789") if call.outputs else ""
-        if call.model is None or call.type is not CallType.INFERENCE or key not in _HEADS:
+        if call.model is None or call.type is not CallType.INFERENCE:
             raise _unexpected(call, "an inference call of a model")
-        return _HEADS[key]
+        if not self.graph.has_scalar_head(call.model):
+            return Head.LOGPROBS
+        return Head.SCORES if self.graph.key(call.outputs[0]).per is Per.SEQUENCE else Head.VALUES
 
     def function(self, call: Call) -> Scorer:
         """What computes the rewards in the place of a model."""
@@ -105,7 +97,7 @@ class TrainingAlgorithm[Config: TrainingConfig](ABC):
         return Minibatching(
             num_minibatches=self.config.num_minibatches,
             num_epochs=self.config.num_epochs,
-            unit=self.data.unit,
+            unit=self.graph.data.unit,
         )
 
     def prepare(self, call: Call, iteration: int, scalars: Batch) -> tuple[Batch, dict[str, float]]:
@@ -156,7 +148,6 @@ class Advantages:
 class PolicyAlgorithm[Config: PolicyConfig](TrainingAlgorithm[Config]):
     """Generates, scores and trains the actor on a clipped surrogate; a subclass says what advantages are."""
 
-    data: ClassVar[DataKind] = DataKind.PROMPTS
     goal: ClassVar[Goal] = Goal(metric="reward")
 
     @property

@@ -2,7 +2,7 @@
 
 A train call takes tokens of its own sequences only, but of what its advantages are made of *all* sequences: advantages
 are whitened over the whole batch, and each train call derives them itself instead of waiting for another. What a data
-set holds (prompts, preference pairs) is no key: every call reads its part of it.
+set holds (prompts, preference pairs: `Graph.data`) is no key: every call reads its part of it.
 
 A reference need not stay what it was: with ``reference_ema`` it takes that share of the difference to the actor at the
 end of every ``reference_ema_every``-th iteration (an exponential moving average of the actor; 1 copies it).
@@ -89,6 +89,7 @@ def ppo_graph(
         calls=calls,
         keys=_keys(["tokens", *scalars]),
         updates=_moving("ppo", reference, reference_ema, reference_ema_every),
+        scalar_heads=("critic",),
     )
 
 
@@ -219,7 +220,7 @@ def dpo_graph(*, reference_ema: float = 0.0, reference_ema_every: int = 1) -> Gr
         Call(name="actor_train", model="actor", type=CallType.TRAIN, inputs=(Input(key="ref_logprobs"),)),
     )
     updates = _moving("dpo", True, reference_ema, reference_ema_every)
-    return Graph(name="dpo", calls=calls, keys=_keys(["ref_logprobs"]), updates=updates)
+    return Graph(name="dpo", calls=calls, keys=_keys(["ref_logprobs"]), updates=updates, pairs=True)
 
 
 def sft_graph() -> Graph:
@@ -230,7 +231,7 @@ def sft_graph() -> Graph:
 def reward_graph() -> Graph:
     """Training a reward model: one training on the data set's pairs."""
     call = Call(name="reward_train", model="reward", type=CallType.TRAIN)
-    return Graph(name="reward", calls=(call,), keys=())
+    return Graph(name="reward", calls=(call,), keys=(), pairs=True, scalar_heads=("reward",))
 
 
 def graph_of(name: str, **options: Any) -> Graph:

@@ -8,7 +8,7 @@ from megatron_real.algorithms.base import TrainingAlgorithm, require_training
 from megatron_real.algorithms.configs import DPOConfig, RewardConfig, SFTConfig
 from megatron_real.algorithms.losses import SFTObjective
 from megatron_real.algorithms.preference_losses import DPOObjective, PreferenceLoss, RewardObjective
-from megatron_real.backend import DataKind, Goal
+from megatron_real.backend import Goal
 from megatron_real.dataflow import Call
 
 __all__ = ["DPO", "SFT", "RewardModelling"]
@@ -26,7 +26,6 @@ class SFT(TrainingAlgorithm[SFTConfig]):
 class DPO(TrainingAlgorithm[DPOConfig]):
     """Direct preference optimisation (arXiv:2305.18290), or IPO (arXiv:2310.12036)."""
 
-    data: ClassVar[DataKind] = DataKind.PAIRS
     goal: ClassVar[Goal] = Goal(metric="accuracy")
 
     def objective(self, call: Call) -> DPOObjective:
@@ -41,7 +40,6 @@ class DPO(TrainingAlgorithm[DPOConfig]):
 class RewardModelling(TrainingAlgorithm[RewardConfig]):
     """A reward model that ranks the chosen answer above the rejected one (Bradley-Terry)."""
 
-    data: ClassVar[DataKind] = DataKind.PAIRS
     goal: ClassVar[Goal] = Goal(metric="accuracy")
 
     def objective(self, call: Call) -> RewardObjective:

@@ -180,31 +180,21 @@ def tree_of(config: DictConfig) -> dict[str, Any]:
 
 
 def inputs_of_tree(tree: Mapping[str, Any], source: str) -> PlanInputs:
-    """Checked inputs; what the workload does not say of sequences is as the algorithm has it.
+    """Checked inputs; responses to a prompt, if the workload does not say, are as the algorithm has it by default.
 
     Raises:
         ConfigError: listing every problem; where a model or a cluster is missing, the known ones.
     """
     raise_problems(_missing(tree), subject=source, error=ConfigError)
     inputs = PlanInputs.from_tree(tree, source=source)
-    own = {
-        name: value
-        for name, value in _sequences_of(inputs.algorithm.name).items()
-        if name not in inputs.workload.model_fields_set
+    defaults = {
+        field.name: field.default
+        for field in dataclasses.fields(find_algorithm(inputs.algorithm.name).config)
     }
-    return inputs.model_copy(update={"workload": inputs.workload.model_copy(update=own)})
-
-
-def _sequences_of(algorithm: str) -> dict[str, int]:
-    """Of an algorithm without options: responses to each prompt, and answers of a line that are trained on together."""
-    definition = find_algorithm(algorithm)
-    defaults = {field.name: field.default for field in dataclasses.fields(definition.config)}
-    found = {}
-    if isinstance(samples := defaults.get("samples_per_prompt"), int):
-        found["group_size"] = samples
-    if getattr(definition.algorithm, "data", None) == "pairs":
-        found["unit"] = 2
-    return found
+    samples = defaults.get("samples_per_prompt")
+    if "group_size" in inputs.workload.model_fields_set or not isinstance(samples, int):
+        return inputs
+    return inputs.model_copy(update={"workload": inputs.workload.model_copy(update={"group_size": samples})})
 
 
 def load_plan(path: str, tree: Mapping[str, Any], source: str) -> LoadedPlan:

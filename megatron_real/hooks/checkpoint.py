@@ -4,7 +4,7 @@ One directory per model. `torch.distributed.checkpoint` meets on WORLD, so every
 without the model bring nothing. What is wrong with a checkpoint (missing, legacy format, another shape) is found from
 its metadata before the first collective.
 
-Invariants (tests/e2e/test_checkpoints.py):
+Invariants (tests/e2e/test_resume.py, test_megatron_checkpoints.py, test_broken_checkpoints.py):
     - a resumed run gives the numbers of an uninterrupted one, bit for bit under the same plan;
     - Megatron's own `load_checkpoint` reads model, optimizer and scheduler under any layout;
     - a save that was interrupted is not taken for one: the run's state names an iteration that every model has.

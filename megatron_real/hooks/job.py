@@ -22,10 +22,14 @@ from megatron_real.hooks import checkpoint, cpu_device, roles
 from megatron_real.hooks.copy_model import check_copies
 from megatron_real.hooks.megatron_backend import RoleSetup
 from megatron_real.hooks.model_builder import RoleModel
-from megatron_real.hooks.model_copy import Training, require_droppable, require_state_movable
 from megatron_real.hooks.replan import check_change, copy_changes
 from megatron_real.hooks.tokenizer import build_tokenizer
-from megatron_real.hooks.training_state import require_movable
+from megatron_real.hooks.training_options import (
+    Training,
+    require_droppable,
+    require_movable,
+    require_state_offloadable,
+)
 from megatron_real.plan import Plan
 from megatron_real.program import Program, compile_program
 from megatron_real.runtime.best import Best
@@ -170,7 +174,7 @@ def _held_out(options: RunOptions, tokenizer: Tokenizer, algorithm: Algorithm) -
     return Dataset(
         lines.records,
         batch_size=options.data.eval_batch_size or size,
-        unit=algorithm.data.unit,
+        unit=algorithm.graph.data.unit,
     )
 
 
@@ -181,7 +185,7 @@ def _best(options: RunOptions, algorithm: Algorithm) -> Best | None:
 
 def _dataset_options(options: RunOptions, algorithm: Algorithm) -> DatasetOptions:
     return DatasetOptions(
-        kind=algorithm.data,
+        kind=algorithm.graph.data,
         samples_per_prompt=algorithm.samples_per_prompt,
         seed=options.seed,
         **options.data.model_dump(exclude={"prompts", "eval_prompts", "eval_batch_size"}),
@@ -212,13 +216,14 @@ def _check_program(program: Program, source: str, setups: Mapping[str, RoleSetup
 
 
 def _num_sequences(algorithm: Algorithm, batch_size: int) -> int:
-    return batch_size * algorithm.data.unit * algorithm.samples_per_prompt
+    return batch_size * algorithm.graph.data.unit * algorithm.samples_per_prompt
 
 
 def _roles(
     options: RunOptions, programs: Sequence[Program], base: Namespace, algorithm: Algorithm
 ) -> tuple[dict[str, RoleSetup], dict[str, Path]]:
     program = programs[0]
+    _check_heads(algorithm)
     setups: dict[str, RoleSetup] = {}
     loads: dict[str, Path] = {}
     for name in options.model:
@@ -242,7 +247,7 @@ def _roles(
         model = roles.role_model(
             name,
             args,
-            scalar_head=_has_scalar_head(algorithm, name),
+            scalar_head=program.graph.has_scalar_head(name),
             tp_sizes=[placement.layout.tp for each in programs for placement in each.plan.calls.values()],
             seed=options.seed + _INIT_SEED_OFFSET.get(name, 0),
             use_te=args.transformer_impl == "transformer_engine" and not cpu_device.is_active(),
@@ -264,11 +269,20 @@ def _roles(
     return setups, loads
 
 
-def _has_scalar_head(algorithm: Algorithm, model: str) -> bool:
-    """Whether a model returns a number per token or sequence, and not log-probabilities."""
-    calls = [call for call in algorithm.graph.calls_of(model) if call.type is not CallType.GENERATE]
-    heads = {algorithm.objective(call).head if call.trains else algorithm.head(call) for call in calls}
-    return bool(heads) and Head.LOGPROBS not in heads
+def _check_heads(algorithm: Algorithm) -> None:
+    """Whether every call asks of its model what the graph says that it returns."""
+    for call in algorithm.graph.calls:
+        if call.model is None:
+            continue
+        head = Head.LOGPROBS
+        if call.type is not CallType.GENERATE:
+            head = algorithm.objective(call).head if call.trains else algorithm.head(call)
+        if (head is Head.LOGPROBS) == algorithm.graph.has_scalar_head(call.model):
+            raise ConfigError(
+                f"graph {algorithm.graph.name}: {call.name}: found a call for {head} of {call.model}, which the graph "
+                f"gives {'a scalar' if head is Head.LOGPROBS else 'a language-model'} head; expected one kind of head "
+                "for each model. Name the models that return numbers in Graph.scalar_heads."
+            )
 
 
 def _num_steps(options: RunOptions, graph: Graph, algorithm: Algorithm, model: str) -> int:
@@ -283,7 +297,7 @@ def _check_training(name: str, model: RoleModel, training: Training, programs: S
     if any(program.plan.calls[home_call].drop_trained_weights for program in programs):
         require_droppable(model, training)
     if any(program.plan.calls[home_call].offload == "host" for program in programs):
-        require_state_movable(model, training)
+        require_state_offloadable(model, training)
     if any(copy_changes(name, programs[0], program).moves for program in programs[1:]):
         require_movable(model, training)
 

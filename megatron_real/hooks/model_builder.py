@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
@@ -36,6 +34,8 @@ from megatron_real.hooks.parallel_state import ParallelLayout
 from megatron_real.hooks.scalar_head import ScalarHead
 from megatron_real.layout import Layout
 from megatron_real.model_shape import ModelShape
+from megatron_real.realloc_ops import model_shards
+from megatron_real.realloc_ops.local_shards import ShardedTensorLike
 
 __all__ = ["RoleModel", "build_chunks", "layout_config", "quiet", "require_trainable", "sharded_tensors"]
 
@@ -334,22 +334,10 @@ def _layer_spec(role: RoleModel, config: TransformerConfig, vp_stage: int | None
     return gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization, **options)
 
 
-def sharded_tensors(chunks: Iterable[MegatronModule], parallel: ParallelLayout) -> list[ShardedTensor]:
-    """Megatron's own description of what this rank holds, over all chunks; `data` are parameters or views of them.
-
-    Args:
-        chunks: unwrapped modules of one model.
-    """
-    assert parallel.pg_collection is not None
-    found: list[ShardedTensor] = []
+def sharded_tensors(chunks: Iterable[MegatronModule], parallel: ParallelLayout) -> list[ShardedTensorLike]:
+    """What this rank holds of a model's unwrapped chunks, as Megatron describes it (`model_shards`)."""
     with parallel.active():
-        for chunk in chunks:
-            metadata = {"dp_cp_group": parallel.pg_collection.dp_cp, "singleton_local_shards": False}
-            state = chunk.sharded_state_dict(metadata=metadata)
-            apply_factories(state)
-            # Other entries are the `_extra_state` objects of modules; they hold nothing in the dtypes we move.
-            found += [entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
-    return found
+        return [tensor for chunk in chunks for tensor in model_shards.sharded_tensors("model", chunk)]
 
 
 @contextlib.contextmanager

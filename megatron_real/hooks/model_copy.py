@@ -32,7 +32,7 @@ from megatron_real.hooks import model_init
 from megatron_real.hooks.model_builder import RoleModel, build_chunks, layout_config, quiet, sharded_tensors
 from megatron_real.hooks.parallel_state import ParallelLayout
 from megatron_real.hooks.state_offload import StateOffload
-from megatron_real.hooks.training_options import Training, require_droppable, require_state_movable
+from megatron_real.hooks.training_options import Training
 from megatron_real.hooks.weight_rebuild import WeightRebuild
 from megatron_real.plan import CopyKey
 from megatron_real.realloc_ops.host_store import NodeStore, StoreReport
@@ -41,7 +41,7 @@ from megatron_real.realloc_ops.module_caches import refresh_caches
 from megatron_real.realloc_ops.segments import BufferSegments, SegmentSet
 from megatron_real.realloc_ops.versions import VersionStamp
 
-__all__ = ["ModelCopy", "Training", "require_droppable", "require_state_movable"]
+__all__ = ["ModelCopy", "Training"]
 
 _DDP_LOGGER = "megatron.core.distributed.distributed_data_parallel"
 
@@ -269,11 +269,6 @@ class ModelCopy:
         self._offloaded_to = None
 
     # Optimizer state
-
-    @property
-    def state_resident(self) -> bool:
-        """Whether the optimizer's state is on the device; False for a frozen copy."""
-        return self._state is not None and not self._state.away
 
     def offload_state(self) -> None:
         """Bring main parameters and moments to the host and free them and the gradients; nothing to do when they are.

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import NormalDist
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_real.errors import MegatronCompatError
+from megatron_real.realloc_ops.local_shards import ShardedTensorLike
 
 __all__ = ["fill", "hash_elements", "initialize", "normal_from_hash"]
 
@@ -72,7 +72,7 @@ def normal_from_hash(bits: torch.Tensor) -> torch.Tensor:
     return low + (high - low) * (fraction * 2.0**-_FRACTION_BITS)
 
 
-def fill(shard: ShardedTensor, value: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def fill(shard: ShardedTensorLike, value: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Set every element of a shard to `value` of its row-major position in the global tensor.
 
     Args:
@@ -103,7 +103,7 @@ def _positions(first: int, block: torch.Tensor, strides: Sequence[int]) -> torch
 
 
 def initialize(
-    shards: Iterable[ShardedTensor],
+    shards: Iterable[ShardedTensorLike],
     config: TransformerConfig,
     seed: int,
     only: Callable[[str], bool] | None = None,
@@ -124,7 +124,7 @@ def initialize(
                 _initialize_one(shard, config, seed)
 
 
-def _initialize_one(shard: ShardedTensor, config: TransformerConfig, seed: int) -> None:
+def _initialize_one(shard: ShardedTensorLike, config: TransformerConfig, seed: int) -> None:
     assert shard.data is not None
     key = shard.key
     constant = _constant(key, config)

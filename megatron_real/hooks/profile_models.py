@@ -32,7 +32,8 @@ from megatron_real.process_groups import ProcessGroups
 
 __all__ = ["Copies", "ProfiledRole", "describe_roles"]
 
-_SCALAR_HEADS = ("critic", "reward")
+_GRAPH = ppo_graph()
+"""Whose models are measured: it has all kinds of them."""
 _DTYPES = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
 _STILL = 1e-12
 """Learning rate: weights must not run away over hundreds of steps on random data."""
@@ -63,6 +64,12 @@ def describe_roles(options: ProfileOptions) -> tuple[tuple[ProfiledRole, ...], N
     Raises:
         ConfigError: an argument is wrong, or no degree fits.
     """
+    foreign = sorted(set(options.roles) - set(_GRAPH.models))
+    if foreign:
+        raise ConfigError(
+            f"profile: roles: found {', '.join(foreign)}; expected some of {', '.join(_GRAPH.models)}. Measure a model "
+            "of your own algorithm as one of these: prices are found by its shape."
+        )
     base = _arguments(options)
     wanted = options.tp or tuple(2**power for power in range(20) if 2**power <= options.devices_per_node)
     fitting = [tp for tp in wanted if options.num_ranks % tp == 0]
@@ -77,7 +84,7 @@ def describe_roles(options: ProfileOptions) -> tuple[tuple[ProfiledRole, ...], N
         model = roles.role_model(
             name,
             args,
-            scalar_head=name in _SCALAR_HEADS,
+            scalar_head=_GRAPH.has_scalar_head(name),
             tp_sizes=fitting,
             seed=1234,
             use_te=args.transformer_impl == "transformer_engine" and not cpu_device.is_active(),
@@ -106,9 +113,9 @@ def _arguments(options: ProfileOptions) -> Namespace:
     """Megatron's arguments under a plan that says nothing: one data-parallel group of all ranks."""
     placement = Placement(ranks=(0, options.num_ranks), layout=LayoutSpec(dp=options.num_ranks))
     plan = Plan(
-        algorithm="ppo",
+        algorithm=_GRAPH.name,
         cluster=ClusterSpec(num_nodes=options.num_nodes, devices_per_node=options.devices_per_node),
-        calls={call.name: placement for call in ppo_graph().calls},
+        calls={call.name: placement for call in _GRAPH.calls},
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"

@@ -1,7 +1,9 @@
-"""What makes a copy trainable, and what its options allow to be done with its memory.
+"""What makes a copy trainable, and what its options allow to be done with its weights and its state.
 
-Invariants (tests/hooks/test_model_copy.py, tests/hooks/test_offload.py):
-    - what cannot be dropped, rebuilt or offloaded is refused from options alone, before anything is built.
+A `require_...` needs no processes: it refuses what a plan asks for before anything is built.
+
+Invariants (tests/hooks/test_model_copy.py, tests/hooks/test_offload.py, tests/hooks/test_training_state.py):
+    - what cannot be dropped, rebuilt, offloaded or moved is refused from options alone.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from megatron_real.hooks.model_builder import RoleModel
 
 __all__ = [
     "Training",
-    "reason_to_keep_state",
     "reason_to_keep_weights",
+    "reason_to_stay",
     "require_droppable",
-    "require_state_movable",
+    "require_movable",
+    "require_state_offloadable",
+    "training_stays",
     "weights_stay",
 ]
 
@@ -43,7 +47,7 @@ class Training:
 def require_droppable(role: RoleModel, training: Training) -> None:
     """Check that a trained model's weights can be dropped and rebuilt from the optimizer's main parameters.
 
-    Needs no processes: for plans with `drop_trained_weights`, before anything is built.
+    For plans with `drop_trained_weights`.
 
     Raises:
         PlanError: they cannot.
@@ -61,10 +65,9 @@ def reason_to_keep_weights(config: TransformerConfig, training: Training) -> str
         return "CUDA graphs hold the addresses of the weights"
     if training.optimizer.use_precision_aware_optimizer:
         return "the precision-aware optimizer keeps only what bf16 weights lack (store_param_remainders)"
-    for option in ("fp8_param_gather", "fp4_param_gather", "nccl_ub", "reuse_grad_buf_for_mxfp8_param_ag"):
-        if getattr(training.ddp, option, False):
-            return f"{option} is on"
-    return None
+    return _first_on(
+        training.ddp, "fp8_param_gather", "fp4_param_gather", "nccl_ub", "reuse_grad_buf_for_mxfp8_param_ag"
+    )
 
 
 def weights_stay(subject: str, reason: str) -> PlanError:
@@ -75,15 +78,20 @@ def weights_stay(subject: str, reason: str) -> PlanError:
     )
 
 
-def require_state_movable(role: RoleModel, training: Training) -> None:
-    """Check that a trained model's optimizer state can rest on the host (`ModelCopy.offload_state`).
+def require_state_offloadable(role: RoleModel, training: Training) -> None:
+    """Check that a trained model's optimizer state and gradients can rest on the host (`ModelCopy.offload_state`).
 
-    Needs no processes: for plans with ``offload: host`` in a train call, before anything is built.
+    For plans with ``offload: host`` in a train call.
 
     Raises:
-        PlanError: it cannot.
+        PlanError: they cannot.
     """
-    reason = reason_to_keep_state(role.config, training)
+    if role.config.cuda_graph_impl != "none":
+        reason: str | None = "CUDA graphs hold the addresses of the gradients"
+    elif getattr(training.optimizer, "optimizer_cpu_offload", False):
+        reason = "optimizer_cpu_offload keeps its own part of the state on the host"
+    else:
+        reason = _first_on(training.ddp, "nccl_ub", "reuse_grad_buf_for_mxfp8_param_ag", "use_megatron_fsdp")
     if reason is not None:
         raise PlanError(
             f"{role.role}: its optimizer state cannot rest on the host: {reason}. Set offload to 'none' for its train "
@@ -91,13 +99,40 @@ def require_state_movable(role: RoleModel, training: Training) -> None:
         )
 
 
-def reason_to_keep_state(config: TransformerConfig, training: Training) -> str | None:
-    """Why optimizer state and gradients cannot leave the device under these options; None when they can."""
-    if config.cuda_graph_impl != "none":
-        return "CUDA graphs hold the addresses of the gradients"
-    if getattr(training.optimizer, "optimizer_cpu_offload", False):
-        return "optimizer_cpu_offload keeps its own part of the state on the host"
-    for option in ("nccl_ub", "reuse_grad_buf_for_mxfp8_param_ag", "use_megatron_fsdp"):
-        if getattr(training.ddp, option, False):
-            return f"{option} is on"
-    return None
+def require_movable(role: RoleModel, training: Training) -> None:
+    """Check that a trained model and its optimizer's state can move to another layout in memory.
+
+    For plans that take another one's place.
+
+    Raises:
+        PlanError: they cannot.
+    """
+    reason = reason_to_stay(training.optimizer, training.ddp)
+    if reason is not None:
+        raise training_stays(role.role, reason)
+
+
+def reason_to_stay(optimizer: OptimizerConfig, ddp: DistributedDataParallelConfig) -> str | None:
+    """Why state under these options has no boxes that could move; None when it has."""
+    if optimizer.optimizer != "adam":
+        return (
+            f"the optimizer is {optimizer.optimizer!r}, not 'adam', whose moments have the parameters' shapes"
+        )
+    if optimizer.use_precision_aware_optimizer:
+        return "use_precision_aware_optimizer keeps main parameters as remainders of weights"
+    if getattr(optimizer, "optimizer_cpu_offload", False):
+        return "optimizer_cpu_offload keeps parts of the state in another optimizer"
+    return _first_on(ddp, "fp8_param_gather", "fp4_param_gather", "use_megatron_fsdp", "nccl_ub")
+
+
+def training_stays(subject: str, reason: str) -> PlanError:
+    """The refusal to move a training."""
+    return PlanError(
+        f"{subject}: its training cannot move in memory: {reason}. Save and resume under the other plan instead "
+        "(--real-resume)."
+    )
+
+
+def _first_on(options: object, *names: str) -> str | None:
+    """The first of these options that is on, as a reason; some versions of Megatron lack some of them."""
+    return next((f"{name} is on" for name in names if getattr(options, name, False)), None)

@@ -25,17 +25,16 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megatron_real.device_memory import MemoryLedger
-from megatron_real.errors import PlanError, RealError, raise_problems
-from megatron_real.hooks.model_builder import RoleModel
-from megatron_real.hooks.model_copy import ModelCopy, Training
-from megatron_real.hooks.training_tensors import optimizer_parts, option_problems, training_shards
+from megatron_real.errors import PlanError, RealError
+from megatron_real.hooks.model_copy import ModelCopy
+from megatron_real.hooks.training_tensors import optimizer_parts, training_shards
 from megatron_real.process_groups import exchange
 from megatron_real.realloc_ops.executor import ReallocExecutor, ReallocReport
 from megatron_real.realloc_ops.local_shards import LocalShards, gather_tables
 from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES, build_realloc_plan
 from megatron_real.realloc_ops.transports import Transport
 
-__all__ = ["move_training", "require_movable"]
+__all__ = ["move_training"]
 
 _UNMATCHED = "is_expert_parallel"
 """Of what tells parameter groups apart, the one that depends on the layout."""
@@ -53,18 +52,6 @@ class _Facts:
     """Steps that Adam has counted; None on a rank that owns no parameter, or before the first step."""
     grad_scaler: Mapping[str, Any] | None
     scheduler: Mapping[str, Any] | None
-
-
-def require_movable(role: RoleModel, training: Training) -> None:
-    """Check that the training state of a model can be moved in memory. Needs no processes.
-
-    Raises:
-        PlanError: it cannot.
-    """
-    raise_problems(
-        option_problems(training.optimizer, training.ddp),
-        subject=f"{role.role}: its training cannot move in memory",
-    )
 
 
 def move_training(

@@ -18,49 +18,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_real.errors import PlanError, Problem, raise_problems
 from megatron_real.hooks.model_builder import sharded_tensors
 from megatron_real.hooks.model_copy import ModelCopy
+from megatron_real.hooks.training_options import reason_to_stay, training_stays
 from megatron_real.realloc_ops.local_shards import LocalShards, ShardPart, local_table
 from megatron_real.realloc_ops.shards import Box
 
-__all__ = ["flat_boxes", "optimizer_parts", "option_problems", "training_shards"]
+__all__ = ["flat_boxes", "optimizer_parts", "training_shards"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def option_problems(options: OptimizerConfig, ddp: DistributedDataParallelConfig) -> Iterator[Problem]:
-    """Why state under these options has no boxes that could be moved; nothing when it has."""
-    if options.optimizer != "adam":
-        yield _unmovable(
-            "optimizer", repr(options.optimizer), "'adam', whose moments have the parameters' shapes"
-        )
-    if options.use_precision_aware_optimizer:
-        yield _unmovable(
-            "use_precision_aware_optimizer",
-            "it on",
-            "it off: it keeps main parameters as remainders of weights",
-        )
-    if getattr(options, "optimizer_cpu_offload", False):
-        yield _unmovable(
-            "optimizer_cpu_offload", "it on", "it off: parts of the state are in another optimizer"
-        )
-    for option in ("fp8_param_gather", "fp4_param_gather", "use_megatron_fsdp", "nccl_ub"):
-        if getattr(ddp, option, False):
-            yield _unmovable(option, "it on", "it off")
-
-
-def _unmovable(option: str, found: str, expected: str) -> Problem:
-    return Problem(
-        path=option,
-        found=found,
-        expected=expected,
-        fix="Save and resume under the other plan instead (--real-resume).",
-    )
 
 
 def optimizer_parts(copy: ModelCopy) -> list[Any]:
@@ -72,14 +41,13 @@ def optimizer_parts(copy: ModelCopy) -> list[Any]:
     if copy.optimizer is None:
         raise PlanError(f"copy {copy.key}: found a frozen copy; expected a trained one.")
     parts = list(getattr(copy.optimizer, "chained_optimizers", [copy.optimizer]))
-    problems = [
-        _unmovable("optimizer", type(part).__name__, "Megatron's DistributedOptimizer")
-        for part in parts
-        if not isinstance(part, DistributedOptimizer)
-    ]
-    if not problems:
-        problems += option_problems(parts[0].config, parts[0].ddp_config)
-    raise_problems(problems, subject=f"copy {copy.key}: its training cannot move in memory")
+    others = [type(part).__name__ for part in parts if not isinstance(part, DistributedOptimizer)]
+    if others:
+        reason: str | None = f"the optimizer is a {others[0]}, not Megatron's DistributedOptimizer"
+    else:
+        reason = reason_to_stay(parts[0].config, parts[0].ddp_config)
+    if reason is not None:
+        raise training_stays(f"copy {copy.key}", reason)
     return [part for part in parts if not part.is_stub_optimizer]
 
 

@@ -145,8 +145,6 @@ class WorkloadInputs(_Inputs):
     prompt: LengthInputs
     response: LengthInputs
     group_size: Count = 1
-    unit: Count | None = None
-    """Answers of a line, which a training keeps together; None is 2 for the preference pairs of dpo and reward."""
     num_minibatches: Count = 1
     num_epochs: Count = 1
     memory_quantile: Annotated[float, Field(gt=0, le=1)] = 0.99

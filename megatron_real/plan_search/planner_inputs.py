@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_real.dataflow import Graph, Per
+from megatron_real.dataflow import Graph
 from megatron_real.errors import ConfigError, Problem, raise_problems
 from megatron_real.plan import Plan
 from megatron_real.plan_search.cluster import Cluster
@@ -29,9 +29,6 @@ from megatron_real.plan_search.workload import Workload
 
 __all__ = ["changed_inputs", "planner_from_predicted", "planner_of", "recorded_inputs", "with_changes"]
 
-_SCALAR = ("critic", "reward")
-_PAIRS = ("dpo", "reward")
-"""Algorithms whose data are pairs of answers."""
 _COUNTS = {
     "samples_per_prompt": "group_size",
     "num_minibatches": "num_minibatches",
@@ -66,7 +63,9 @@ def recorded_inputs(plan: Plan) -> dict[str, Any] | None:
     return {
         "algorithm": {"name": plan.algorithm},
         "cluster": recorded.get("cluster", {}),
-        "workload": recorded["workload"],
+        "workload": {
+            name: value for name, value in recorded["workload"].items() if name != "unit"
+        },  # the graph's
         "model": {role: {"spec": spec} for role, spec in recorded["models"].items()},
     }
 
@@ -163,12 +162,6 @@ def _model_problems(inputs: PlanInputs, graph: Graph) -> Iterator[Problem]:
             yield from model_problems(arguments, path)
 
 
-def _has_scalar_head(graph: Graph, role: str) -> bool:
-    """Whether a model returns a number per token or sequence: by its name, or since a call of it scores sequences."""
-    outputs = (key for call in graph.calls_of(role) for key in call.outputs)
-    return role.rstrip("0123456789") in _SCALAR or any(graph.key(key).per is Per.SEQUENCE for key in outputs)
-
-
 def _model(inputs: PlanInputs, graph: Graph, role: str, cluster: Cluster) -> ModelSpec:
     own = inputs.model.get(role, ModelInputs())
     if own.spec is not None:
@@ -183,7 +176,7 @@ def _model(inputs: PlanInputs, graph: Graph, role: str, cluster: Cluster) -> Mod
     pinned = {pin.ranks[1] - pin.ranks[0] for pin in inputs.pins.values() if pin.ranks is not None}
     return model_spec(
         arguments,
-        scalar_head=_has_scalar_head(graph, role),
+        scalar_head=graph.has_scalar_head(role),
         max_tp=inputs.search.max_tp or cluster.devices_per_node,
         sizes={mesh.size for mesh in windows} | pinned,
         device=inputs.cluster.device,
@@ -204,9 +197,6 @@ def _workload(inputs: PlanInputs, graph: Graph) -> Workload:
         subject=graph.name,
         error=ConfigError,
     )
-    unit = given.unit
-    if unit is None:
-        unit = 2 if graph.name in _PAIRS else 1
     counts = {name: getattr(given, name) for name in _COUNTS.values()}
     for option, name in _COUNTS.items():
         value = inputs.algorithm.options.get(option, counts[name])
@@ -217,7 +207,7 @@ def _workload(inputs: PlanInputs, graph: Graph) -> Workload:
         batch_size=given.batch_size,
         prompt=given.prompt.distribution("workload.prompt"),
         response=given.response.distribution("workload.response"),
-        unit=unit,
+        unit=graph.data.unit,
         **counts,
         memory_quantile=given.memory_quantile,
         function_s=given.function_s,

@@ -169,20 +169,6 @@ class ProfileDatabase(_Strict):
         by_key.update((entry.key, entry) for entry in entries)
         return self.model_copy(update={"entries": tuple(by_key.values())})
 
-    def merge(self, other: ProfileDatabase) -> ProfileDatabase:
-        """Both, where `other` wins.
-
-        Raises:
-            ConfigError: they are of another device or other versions.
-        """
-        differences = self.provenance.differences(other.provenance)
-        if differences:
-            raise ConfigError(
-                f"profile {self.hash}: found another one, {other.hash}, with {'; '.join(differences)}; expected "
-                "measurements of one device under one set of versions. Keep them in two files."
-            )
-        return self.merged(other.entries)
-
     def dumps(self) -> str:
         """JSON text, one entry per line."""
         head = json.dumps({"version": self.version, "provenance": self.provenance.model_dump(mode="json")})

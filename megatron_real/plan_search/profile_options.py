@@ -41,7 +41,7 @@ class ProfileOptions(BaseModel):
     overrides: dict[str, dict[str, Value]] = {}
     """By role, Megatron arguments that differ from the actor's."""
     roles: tuple[str, ...] = ("actor", "critic")
-    """Models to measure. ``critic`` and ``reward`` have a scalar head and are not measured in generation."""
+    """Models to measure, of PPO's. Those with a scalar head (critic, reward) are not measured in generation."""
     max_sequences: Count = 16
     """Of a micro-batch, and of a decoding batch."""
     max_length: Annotated[int, Field(ge=2)] = 256

@@ -4,7 +4,7 @@ Times are priced for expected lengths, memory for long ones.
 
 Invariants (tests/unit/plan_search/test_workload.py):
     - weights of a distribution sum to one, lengths ascend;
-    - `survival` falls from 1 to 0, and its sum over positions is the mean.
+    - a histogram has the moments and quantiles of its samples.
 """
 
 from __future__ import annotations
@@ -105,21 +105,6 @@ class LengthDistribution:
         """The least length that at least `level` of the sequences do not exceed."""
         total = np.cumsum(self.weights)
         return self.lengths[min(int(np.searchsorted(total, level - 1e-9)), len(self.lengths) - 1)]
-
-    def survival(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where the number of unfinished responses changes: ``(positions, fractions)``.
-
-        ``fractions[i]`` of the sequences are longer than position ``p`` for ``positions[i] <= p < positions[i + 1]``;
-        `positions` starts at 0 and ends at the cap, and is one longer than `fractions`.
-        """
-        positions = np.concatenate(([0], self.lengths)).astype(np.int64)
-        fractions = 1.0 - np.concatenate(([0.0], np.cumsum(self.weights)))[:-1]
-        return positions, np.clip(fractions, 0.0, 1.0)
-
-    def expected_longest(self, count: int) -> float:
-        """Mean of the longest of `count` sequences."""
-        below = np.concatenate(([0.0], np.cumsum(self.weights))) ** max(1, count)
-        return float(np.dot(self.lengths, np.diff(below)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

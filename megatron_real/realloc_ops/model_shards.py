@@ -21,7 +21,7 @@ from megatron_real.errors import PlanError, Problem, RealError, raise_problems
 from megatron_real.realloc_ops.local_shards import LocalShards, ShardedTensorLike, local_table
 from megatron_real.realloc_ops.module_caches import refresh_caches
 
-__all__ = ["Model", "ModelSide", "chunks_of"]
+__all__ = ["Model", "ModelSide", "chunks_of", "sharded_tensors"]
 
 type Model = torch.nn.Module | Sequence[torch.nn.Module]
 """One chunk, or the chunks of an interleaved pipeline stage."""
@@ -95,7 +95,7 @@ def _described(
     with context if context is not None else nullcontext():
         for chunk in chunks:
             _settle_dtypes(chunk)
-            sharded += _sharded_tensors(what, chunk)
+            sharded += sharded_tensors(what, chunk)
     owned = list(_owned_tensors(chunks))
     shards = local_table(sharded, owned, real_rows)
     _require_all(what, sharded, owned)
@@ -110,7 +110,16 @@ def _settle_dtypes(chunk: torch.nn.Module) -> None:
             settle()
 
 
-def _sharded_tensors(what: str, chunk: torch.nn.Module) -> Iterator[ShardedTensorLike]:
+def sharded_tensors(what: str, chunk: torch.nn.Module) -> Iterator[ShardedTensorLike]:
+    """Megatron's own description of what this rank holds of a chunk; `data` are parameters or views of them.
+
+    Args:
+        what: the model, for errors.
+        chunk: unwrapped. A process group that it does not know itself must be that of `parallel_state`.
+
+    Raises:
+        PlanError: it does not describe itself.
+    """
     describe = getattr(chunk, "sharded_state_dict", None)
     if not callable(describe):
         raise PlanError(

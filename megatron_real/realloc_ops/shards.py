@@ -194,12 +194,6 @@ class ParamTable:
     def _owner_sets(self) -> Iterable[tuple[int, ...]]:
         return {id(holders): holders for holders in self.owners.values()}.values()
 
-    def bytes_of(self, rank: int) -> int:
-        """Bytes that `rank` holds, in the table's dtypes."""
-        return sum(
-            shard.box.num_elements * self.specs[shard.key].itemsize_bytes for shard in self.shards_of(rank)
-        )
-
 
 def _equal_ranks(
     entries_by_rank: Mapping[int, Iterable[ShardEntry]],

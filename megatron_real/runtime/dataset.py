@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from megatron_real.backend import DataKind
 from megatron_real.batch import Batch
-from megatron_real.dataflow import KeySpec, Per
+from megatron_real.dataflow import DataKind, KeySpec, Per
 from megatron_real.errors import ConfigError, raise_problems
 from megatron_real.runtime.dataset_readers import read_lines
 from megatron_real.runtime.dataset_records import DatasetOptions, Record, RecordMaker

@@ -20,7 +20,7 @@ from typing import Any
 
 import jinja2
 
-from megatron_real.backend import DataKind
+from megatron_real.dataflow import DataKind
 from megatron_real.errors import ConfigError, Problem
 from megatron_real.runtime.chat_templates import Message, load_template
 from megatron_real.runtime.dataset_readers import Line

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from benchmarks import invariance
+from benchmarks.invariance_cases import Case, case_tree
 from megatron_real.config import RunOptions
 from megatron_real.hooks import launch
 from megatron_real.process_groups import ProcessGroups
+from tests.harness import run_ranks
 
 __all__ = [
     "KeptLog",
@@ -68,9 +70,9 @@ class KeptLog(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def tree_of(case: Any, folder: Path, *, iterations: int = 1, **changes: Any) -> dict[str, Any]:
-    """Options of a run of an `invariance.Case`; `changes` are merged into the tree level by level."""
-    return _merged(invariance.case_tree(case, folder, iterations), changes)
+def tree_of(case: Case, folder: Path, *, iterations: int = 1, **changes: Any) -> dict[str, Any]:
+    """Options of a run of a case; `changes` are merged into the tree level by level."""
+    return _merged(case_tree(case, folder, iterations), changes)
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,9 +83,9 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def run(case: Any, folder: Path, **options: Any) -> list[dict[str, Any]]:
+def run(case: Case, folder: Path, **options: Any) -> list[dict[str, Any]]:
     """Run a case to its end with its checkpoints; what every rank saw (see `run_tree`)."""
-    return invariance.run_ranks(case.num_ranks, run_tree, tree_of(case, folder, **options), timeout_s=300)
+    return run_ranks(case.num_ranks, run_tree, tree_of(case, folder, **options), timeout_s=300)
 
 
 def run_tree(tree: Mapping[str, Any], *, train: bool = True) -> dict[str, Any]:

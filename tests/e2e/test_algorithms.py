@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.invariance_cases import DATA_ONLY, ONE, SPLIT, Case, case_tree
+from tests.harness import run_ranks
+
 pytestmark = [pytest.mark.e2e, pytest.mark.megatron]
 
 ALGORITHMS = ("grpo", "rloo", "reinforce_pp", "remax", "dpo", "reward", "sft")
@@ -22,21 +25,18 @@ def _run_all(trees: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_no_plan_changes_the_numbers_of_any_algorithm(cpu_device: None, tmp_path: Path) -> None:
     from benchmarks import invariance
-    from benchmarks.algorithm_invariance import SPLIT
 
     cases, results = {}, {}
-    for name, ranks, calls in (("one", 1, invariance.ONE), ("split", 4, SPLIT)):
+    for name, ranks, calls in (("one", 1, ONE), ("split", 4, SPLIT)):
         cases[name] = [
-            invariance.Case(name=name, num_ranks=ranks, algorithm=algorithm, calls=calls, megatron=SMALL)
+            Case(name=name, num_ranks=ranks, algorithm=algorithm, calls=calls, megatron=SMALL)
             for algorithm in ALGORITHMS
         ]
-        trees = [
-            invariance.case_tree(case, tmp_path / name / case.algorithm, iterations=1) for case in cases[name]
-        ]
-        results[name] = invariance.run_ranks(ranks, _run_all, trees, timeout_s=300)
+        trees = [case_tree(case, tmp_path / name / case.algorithm, iterations=1) for case in cases[name]]
+        results[name] = run_ranks(ranks, _run_all, trees, timeout_s=300)
     for index, case in enumerate(cases["split"]):
         one, split = ([rank[index] for rank in results[name]] for name in ("one", "split"))
         line = invariance.compare(case, one, split)
         assert line["ok"], (case.algorithm, line)
         assert line["max_rel_err_update"] > 0, f"{case.algorithm}: compared with itself"
-        assert bool(invariance.sampled_tokens(split)) == (case.algorithm not in invariance.DATA_ONLY)
+        assert bool(invariance.sampled_tokens(split)) == (case.algorithm not in DATA_ONLY)

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.invariance_cases import EXPERTS, ONE, Case, demo_calls, place
+from tests.harness import run_ranks
+
 pytestmark = [pytest.mark.e2e, pytest.mark.megatron]
 
 SMALL = {"num_layers": 2, "vocab_size": 257}
@@ -20,22 +23,17 @@ def run(name: str, num_ranks: int, calls: dict[str, Any], folder: Path, **megatr
     from benchmarks import invariance
     from tests.e2e.cases import tree_of
 
-    case = invariance.Case(name=name, num_ranks=num_ranks, calls=calls, megatron={**SMALL, **megatron})
+    case = Case(name=name, num_ranks=num_ranks, calls=calls, megatron={**SMALL, **megatron})
     tree = tree_of(case, folder, **SHORT)
-    return case, invariance.run_ranks(num_ranks, invariance.run_tree, tree, 1, timeout_s=240)
+    return case, run_ranks(num_ranks, invariance.run_tree, tree, 1, timeout_s=240)
 
 
 @pytest.fixture(scope="module")
 def reference(cpu_device: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from benchmarks import invariance
-
-    return run("reference", 1, invariance.ONE, tmp_path_factory.mktemp("reference"))[1]
+    return run("reference", 1, ONE, tmp_path_factory.mktemp("reference"))[1]
 
 
 def plans() -> dict[str, tuple[int, dict[str, Any]]]:
-    from benchmarks import invariance
-
-    place = invariance.place
     many = {
         "actor_gen": place(0, 8, dp=4, tp=2, micro=1),
         "ref_inf": place(4, 8, pp=2, tp=2),
@@ -44,7 +42,7 @@ def plans() -> dict[str, tuple[int, dict[str, Any]]]:
         "critic_train": place(3, 7, dp=2, tp=2, sp=True),
         "rew_inf": place(7, 8, micro=1),
     }
-    return {"demo": (4, invariance.demo_calls()), "8 ranks, overlapping windows": (8, many)}
+    return {"demo": (4, demo_calls()), "8 ranks, overlapping windows": (8, many)}
 
 
 @pytest.mark.parametrize("name", ["demo", "8 ranks, overlapping windows"])
@@ -61,9 +59,6 @@ def test_plan_does_not_change_numbers(reference: Any, tmp_path: Path, name: str)
 
 def other_models() -> dict[str, tuple[int, dict[str, Any], dict[str, Any]]]:
     """Ranks, calls and Megatron's arguments of actors beyond dense GPTs; the other roles are of the same kind."""
-    from benchmarks import invariance
-
-    place = invariance.place
     experts = {
         "actor_gen": place(0, 4, dp=4, ep=4, micro=1),
         "ref_inf": place(0, 2, dp=2, ep=2),
@@ -82,8 +77,8 @@ def other_models() -> dict[str, tuple[int, dict[str, Any], dict[str, Any]]]:
     }
     pattern = {"hybrid_layer_pattern": "*-E*", "num_layers": 4}
     return {
-        "experts": (4, experts, dict(invariance.EXPERTS)),
-        "hybrid": (4, hybrid, {**invariance.EXPERTS, **pattern}),
+        "experts": (4, experts, dict(EXPERTS)),
+        "hybrid": (4, hybrid, {**EXPERTS, **pattern}),
     }
 
 
@@ -92,7 +87,7 @@ def test_experts_and_hybrid_models(cpu_device: None, tmp_path: Path, name: str) 
     from benchmarks import invariance
 
     num_ranks, calls, megatron = other_models()[name]
-    reference = run("reference", 1, invariance.ONE, tmp_path / "reference", **megatron)[1]
+    reference = run("reference", 1, ONE, tmp_path / "reference", **megatron)[1]
     case, results = run(name, num_ranks, calls, tmp_path / "plan", **megatron)
     line = invariance.compare(case, reference, results)
     assert line["optimizer_steps"] == 2
@@ -104,8 +99,7 @@ def test_bf16_is_bit_equal_without_resident_weights(cpu_device: None, tmp_path: 
     from benchmarks import invariance
 
     runs = [
-        run("bf16", 4, invariance.demo_calls(drop=drop), tmp_path / str(drop), bf16=True)[1]
-        for drop in (False, True)
+        run("bf16", 4, demo_calls(drop=drop), tmp_path / str(drop), bf16=True)[1] for drop in (False, True)
     ]
     line = invariance.compare_bits(*runs)
     assert line["ok"], line

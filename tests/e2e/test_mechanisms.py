@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.invariance_cases import Case, place
+from tests.harness import run_ranks
+
 pytestmark = [pytest.mark.e2e, pytest.mark.megatron]
 
 ITERATIONS = 2
@@ -31,8 +34,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def calls_of(options: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Every call in a layout of its own; rank 3 sends weights to a critic's inference that it is no part of."""
-    from benchmarks.invariance import place
-
     calls = {
         "actor_gen": place(0, 4, dp=4, micro=1),
         "rew_inf": place(2, 4, tp=2),
@@ -118,10 +119,9 @@ def run_rank(tree: dict[str, Any]) -> dict[str, Any]:
 
 def tree_in(folder: Path, options: dict[str, dict[str, Any]], **changes: Any) -> dict[str, Any]:
     """Options of a run on two nodes; writes its plan into `folder`."""
-    from benchmarks import invariance
     from tests.e2e.cases import tree_of
 
-    case = invariance.Case(
+    case = Case(
         name="mechanisms",
         num_ranks=4,
         calls=calls_of(options),
@@ -136,17 +136,15 @@ def tree_in(folder: Path, options: dict[str, dict[str, Any]], **changes: Any) ->
 
 @pytest.fixture(scope="module")
 def plain(cpu_device: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    from benchmarks import invariance
-
     # Proof of delivery changes nothing either, and lets the weights of every reallocation pass.
     tree = tree_in(tmp_path_factory.mktemp("plain"), {}, verify="checksum")
-    return invariance.run_ranks(4, run_rank, tree, timeout_s=240)
+    return run_ranks(4, run_rank, tree, timeout_s=240)
 
 
 def test_a_run_with_every_mechanism_is_the_run_without(plain: list[dict[str, Any]], tmp_path: Path) -> None:
     from benchmarks import invariance
 
-    moved = invariance.run_ranks(4, run_rank, tree_in(tmp_path, OPTIONS), timeout_s=240)
+    moved = run_ranks(4, run_rank, tree_in(tmp_path, OPTIONS), timeout_s=240)
     line = invariance.compare_bits(plain, moved)
     assert line["ok"], line
     for rank, result in enumerate(moved):
@@ -178,5 +176,5 @@ def test_models_leave_the_host_and_go_there_between_two_plans(
     second = {name: OPTIONS[name] for name in OPTIONS if name not in first}
     other = tree_in(tmp_path / "second", second)["plan"]
     tree = tree_in(tmp_path / "first", first, next_plan={"iteration": 1, "plan": other})
-    line = invariance.compare_bits(plain, invariance.run_ranks(4, cases.run_tree, tree, timeout_s=240))
+    line = invariance.compare_bits(plain, run_ranks(4, cases.run_tree, tree, timeout_s=240))
     assert line["ok"], line

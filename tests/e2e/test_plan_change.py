@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.invariance_cases import Case, demo_calls, place
+from tests.harness import run_ranks
+
 pytestmark = [pytest.mark.e2e, pytest.mark.megatron]
 
 SMALL = {"num_layers": 2, "vocab_size": 257, "lr_decay_style": "linear", "min_lr": 1e-4}
@@ -26,16 +29,12 @@ SHORT: dict[str, Any] = {
 ITERATIONS, CHANGE = 3, 1
 
 
-def case(name: str, calls: dict[str, Any], **megatron: Any) -> Any:
-    from benchmarks import invariance
-
-    return invariance.Case(name=name, num_ranks=4, calls=calls, megatron={**SMALL, **megatron})
+def case(name: str, calls: dict[str, Any], **megatron: Any) -> Case:
+    return Case(name=name, num_ranks=4, calls=calls, megatron={**SMALL, **megatron})
 
 
 def other_calls() -> dict[str, Any]:
     """Every home elsewhere than in the demo: other windows, layouts, recomputation, offload."""
-    from benchmarks.invariance import place
-
     return {
         "actor_gen": place(0, 4, tp=2, dp=2, micro=1),
         "rew_inf": place(1, 3, dp=2, micro=1),
@@ -49,7 +48,6 @@ def other_calls() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def still(cpu_device: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The same iterations under the demo's plan."""
-    from benchmarks.invariance import demo_calls
     from tests.e2e.cases import run
 
     folder = tmp_path_factory.mktemp("still")
@@ -71,8 +69,6 @@ def run_changing(
 
 @pytest.fixture(scope="module")
 def changed(cpu_device: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from benchmarks.invariance import demo_calls
-
     folder = tmp_path_factory.mktemp("changed")
     return folder, *run_changing(folder, demo_calls(), other_calls(), save_interval=CHANGE)
 
@@ -98,7 +94,6 @@ def test_numbers_are_those_of_a_run_under_one_plan(still: list[dict[str, Any]], 
 
 def test_a_resume_after_the_change_starts_under_the_new_plan(changed: Any, tmp_path: Path) -> None:
     from benchmarks import invariance
-    from benchmarks.invariance import demo_calls
 
     folder, _, expected = changed
     shutil.copytree(folder / "checkpoints", tmp_path / "checkpoints")
@@ -112,8 +107,6 @@ def test_a_resume_after_the_change_starts_under_the_new_plan(changed: Any, tmp_p
 
 def resting_calls() -> tuple[dict[str, Any], dict[str, Any]]:
     """Two plans under which models rest in different places between their calls."""
-    from benchmarks.invariance import demo_calls
-
     first, second = other_calls(), demo_calls(drop=True)
     first["ref_inf"]["offload"] = "node"
     first["critic_train"]["offload"] = "host"
@@ -161,7 +154,7 @@ def test_bf16_moves_bit_for_bit_and_leaves_nothing(cpu_device: None, tmp_path: P
             state = json.loads((loaded / "checkpoints/run_state.json").read_text())
             (loaded / "checkpoints/run_state.json").write_text(json.dumps({**state, "iteration": 1}))
             tree["resume"] = True
-        results.append(invariance.run_ranks(4, run_and_weigh, tree, timeout_s=300))
+        results.append(run_ranks(4, run_and_weigh, tree, timeout_s=300))
     assert invariance.sampled_tokens(results[1]) == invariance.sampled_tokens(results[0])[1:]
     weights = [invariance.assemble(result, "after") for result in results]
     for name, value in weights[1].items():
@@ -210,7 +203,6 @@ def test_a_watched_run_changes_its_plan(cpu_device: None, tmp_path: Path) -> Non
 def test_a_plan_of_something_else_is_refused_before_the_run(
     cpu_device: None, tmp_path: Path, change: dict[str, Any], text: str
 ) -> None:
-    from benchmarks.invariance import demo_calls
     from megatron_real.config import RunOptions
     from megatron_real.errors import PlanError
     from megatron_real.hooks.job import prepare

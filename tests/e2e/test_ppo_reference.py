@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.invariance_cases import MEGATRON, Case, place
 from tests.e2e.plain_ppo import PlainShape, reference_iteration
 from tests.harness import run_ranks
 
@@ -164,15 +165,14 @@ def _run(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(cpu_device: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    from benchmarks import invariance
     from tests.e2e.cases import tree_of
 
     trees = {}
     for index, (name, case) in enumerate(CASES.items()):
-        one = invariance.Case(
+        one = Case(
             name=name,
             num_ranks=1,
-            calls={"*": invariance.place(0, 1, micro=2), "rew_inf": invariance.place(0, 1, micro=1)},
+            calls={"*": place(0, 1, micro=2), "rew_inf": place(0, 1, micro=1)},
             critic=case["critic"],
             megatron=case["megatron"],
         )
@@ -198,8 +198,6 @@ def _shape(megatron: Mapping[str, Any]) -> PlainShape:
 
 @pytest.fixture(scope="module")
 def expected(runs: dict[str, Any]) -> dict[str, Any]:
-    from benchmarks.invariance import MEGATRON
-
     results = {}
     for name, run in runs.items():
         actor = {**MEGATRON, **CASES[name]["megatron"]}

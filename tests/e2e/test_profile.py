@@ -13,7 +13,7 @@ import torch
 from megatron_real.algorithms.graphs import ppo_graph
 from megatron_real.config import megatron_arguments
 from megatron_real.dataflow import CallType
-from megatron_real.errors import PlanError
+from megatron_real.errors import ConfigError, PlanError
 from megatron_real.hooks.profile_calls import DECODE_STEPS, Shape, generate_call, infer_call, train_call
 from megatron_real.hooks.profile_clock import Marks, median, probed, quartile_range
 from megatron_real.hooks.profile_models import Copies, describe_roles
@@ -200,6 +200,11 @@ def test_probes_mark_and_vanish() -> None:
     assert (marks.count("w begin"), marks.count("w end")) == (2, 2)
     assert marks.seconds("w begin", 0, "w end", 1) > 0
     assert "work" not in vars(owner)
+
+
+def test_a_role_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="roles: found judge; expected some of actor, reward, ref, critic"):
+        describe_roles(options(tmp_path / "profile.json", roles=("actor", "judge")))
 
 
 def test_statistics() -> None:

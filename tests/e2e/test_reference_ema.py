@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.invariance_cases import ONE, Case, place
 from tests.harness import run_ranks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.megatron]
@@ -26,14 +27,10 @@ Weights = dict[str, torch.Tensor]
 
 
 def one_rank(folder: Path, **changes: Any) -> dict[str, Any]:
-    from benchmarks.invariance import ONE
-
     return tree_of(folder, 1, ONE, **changes)
 
 
 def two_ranks(folder: Path, **changes: Any) -> dict[str, Any]:
-    from benchmarks.invariance import place
-
     calls = {"ref_inf": place(0, 2, tp=2) | {"offload": "host"}, "actor_train": place(0, 2, pp=2)}
     tree = tree_of(folder, 2, calls, **changes)
     plan = json.loads(Path(tree["plan"]).read_text())
@@ -43,12 +40,9 @@ def two_ranks(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def tree_of(folder: Path, num_ranks: int, calls: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    from benchmarks import invariance
     from tests.e2e.cases import tree_of
 
-    case = invariance.Case(
-        name="ema", num_ranks=num_ranks, algorithm="dpo", calls=calls, megatron={"num_layers": 2}
-    )
+    case = Case(name="ema", num_ranks=num_ranks, algorithm="dpo", calls=calls, megatron={"num_layers": 2})
     options = {"reference_ema": MIX, "reference_ema_every": EVERY}
     return tree_of(case, folder, iterations=ITERATIONS, save_interval=1, algorithm=options, **changes)
 

@@ -12,7 +12,8 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import CapacityError, ConfigError, PlanError, RealError
-from megatron_real.hooks.model_copy import ModelCopy, Training, require_droppable
+from megatron_real.hooks.model_copy import ModelCopy, Training
+from megatron_real.hooks.training_options import require_droppable
 from tests.harness import run_ranks
 from tests.hooks.tiny import descent, layouts, make_copy, placement, tiny_role, train_step
 

@@ -18,7 +18,8 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import CapacityError, PlanError, RealError
 from megatron_real.hooks.checkpoint import save_copy
-from megatron_real.hooks.model_copy import ModelCopy, Training, require_state_movable
+from megatron_real.hooks.model_copy import ModelCopy, Training
+from megatron_real.hooks.training_options import require_state_offloadable
 from megatron_real.realloc_ops import host_memory
 from megatron_real.realloc_ops.host_store import NodeStore, StoreGroup
 from megatron_real.realloc_ops.local_shards import gather_tables
@@ -91,7 +92,6 @@ def _check_training() -> None:
                     moved.offload_state()
                     assert _device_bytes(moved) == 0
                 assert on_device > 0
-                assert not moved.state_resident
                 assert ledger.held() == {moved.parameters_owner: moved.segments.nbytes}
                 saved = sum(t.nbytes for t in before if t.dim())
                 if options["dtype"] == torch.float32:
@@ -100,7 +100,7 @@ def _check_training() -> None:
                 assert saved <= host.current_bytes <= saved + 128 * len(before)
                 for _ in range(2):
                     moved.reload_state()
-                    assert moved.state_resident
+                    assert _device_bytes(moved) == on_device
                 assert _same(before, _state(moved)), (text, step)
                 assert ledger.held() == held
                 microbatches = 1 if text.startswith("d4") else 2
@@ -184,7 +184,7 @@ def _check_refusals() -> None:
         ledger.capacity_bytes = everything - 1
         with pytest.raises(CapacityError):
             copy.reload_state()
-        assert not copy.state_resident
+        assert _device_bytes(copy) == 0
         assert ledger.held() == {copy.parameters_owner: copy.segments.nbytes}
         ledger.capacity_bytes = everything
         copy.reload_state()
@@ -201,12 +201,11 @@ def _check_refusals() -> None:
                 CapacityError, match=r"optimizer state asks for [\d,]+ bytes; found 10 bytes free"
             ):
                 copy.offload_state()
-        assert copy.state_resident
+        assert _device_bytes(copy) > 0
         train_step(copy, TOKENS)
 
         frozen = make_copy(parallel, tiny_role("ref"))
         assert frozen is not None
-        assert not frozen.state_resident
         for call in (frozen.offload_state, frozen.reload_state):
             with pytest.raises(PlanError, match="found no optimizer; expected the trained copy of ref"):
                 call()
@@ -275,8 +274,8 @@ def test_state_that_must_stay_is_refused_before_anything_is_built(
     vars(training.optimizer).update(optimizer)
     vars(training.ddp).update(ddp)
     with pytest.raises(PlanError, match=f"actor: its optimizer state cannot rest on the host: {reason}"):
-        require_state_movable(tiny_role(), training)
-    require_state_movable(tiny_role(), _adam())
+        require_state_offloadable(tiny_role(), training)
+    require_state_offloadable(tiny_role(), _adam())
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -291,7 +290,7 @@ def _check_saving(folder: str) -> None:
         save_copy(copy, Path(folder, "resident"), 1, Namespace(), owner=0)
         copy.offload_state()
         save_copy(copy, Path(folder, "away"), 1, Namespace(), owner=0)
-        assert not copy.state_resident
+        assert _device_bytes(copy) == 0
         if dist.get_rank() == 0:
             found = [_files(Path(folder, name)) for name in ("resident", "away")]
             assert found[0]

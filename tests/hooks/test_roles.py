@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_real.algorithms.registry import find_algorithm
 from megatron_real.config import megatron_arguments
 from megatron_real.errors import ConfigError
-from megatron_real.hooks import roles
+from megatron_real.hooks import job, roles
 from megatron_real.hooks.checkpoint import check_architecture
 from megatron_real.hooks.cpu_device import install_cpu_device
 from tests.e2e.tiny_run import MEGATRON, place, write_run
@@ -146,6 +148,22 @@ def test_what_depends_on_the_tokens_of_a_microbatch_is_refused(
     assert model(moe_router_load_balancing_type="aux_loss").config.num_moe_experts == 4
     with pytest.raises(ConfigError, match=message):
         model(**changes)
+
+
+def test_a_call_for_another_head_than_the_graphs_is_refused() -> None:
+    definition = find_algorithm("ppo")
+    algorithm = definition.build(definition.config(), end_token=7)
+    job._check_heads(algorithm)
+    algorithm.graph = replace(algorithm.graph, scalar_heads=("critic", "actor"))
+    with pytest.raises(
+        ConfigError, match=r"actor_gen: found a call for logprobs of actor, .* gives a scalar head"
+    ):
+        job._check_heads(algorithm)
+    algorithm.graph = replace(algorithm.graph, scalar_heads=())
+    with pytest.raises(
+        ConfigError, match=r"critic_train: found a call for values of critic, .* a language-model"
+    ):
+        job._check_heads(algorithm)
 
 
 def test_a_hybrid_pattern_decides_the_number_of_layers(parsed: list[Namespace]) -> None:

@@ -27,7 +27,8 @@ from megatron_real.hooks import checkpoint
 from megatron_real.hooks.model_builder import RoleModel
 from megatron_real.hooks.model_copy import ModelCopy, Training
 from megatron_real.hooks.parallel_state import ParallelLayouts
-from megatron_real.hooks.training_state import move_training, require_movable
+from megatron_real.hooks.training_options import require_movable
+from megatron_real.hooks.training_state import move_training
 from megatron_real.hooks.training_tensors import flat_boxes
 from megatron_real.layout import parse_placement
 from megatron_real.plan_search.costs.training_moves import TrainingMoveCost, training_move

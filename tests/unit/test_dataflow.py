@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from megatron_real.dataflow import Call, CallType, Graph, Input, KeySpec, Per
+from megatron_real.dataflow import Call, CallType, DataKind, Graph, Input, KeySpec, Per
 from megatron_real.errors import PlanError
 
 
@@ -39,6 +41,43 @@ def test_edges_follow_from_keys() -> None:
     assert [c.name for c in g.calls_of("actor")] == ["gen", "train"]
     with pytest.raises(PlanError, match=r"no call 'x'; it has .'gen', 'ref', 'train'."):
         g.call("x")
+
+
+def test_the_data_are_what_is_not_generated() -> None:
+    generated = graph(call("gen", "actor", "generate", "", "a"), call("train", "actor", "train", "a"))
+    given = graph(call("train", "actor", "train"))
+    mixed = replace(
+        generated, calls=(*generated.calls, replace(call("look", "ref", "inference"), sequences="given"))
+    )
+    assert generated.data is DataKind.PROMPTS
+    assert given.data is mixed.data is DataKind.ANSWERS
+    pairs = replace(given, pairs=True)
+    assert pairs.data is DataKind.PAIRS
+    assert [kind.unit for kind in (generated.data, given.data, pairs.data)] == [1, 1, 2]
+    with pytest.raises(
+        PlanError, match="graph g: pairs: found true; expected false: all answers are generated"
+    ):
+        replace(generated, pairs=True)
+
+
+def test_models_with_a_scalar_head() -> None:
+    specs = (
+        KeySpec(name="scores", per=Per.SEQUENCE, dtype="float32"),
+        KeySpec(name="values", per=Per.RESPONSE, dtype="float32"),
+    )
+    calls = (
+        call("judge", "judge", "inference", "", "scores"),
+        call("value", "critic", "inference", "", "values"),
+        call("train", "actor", "train", "scores values"),
+    )
+    told = Graph(name="g", calls=calls, keys=specs, scalar_heads=("critic",))
+    assert [model for model in told.models if told.has_scalar_head(model)] == ["judge", "critic"]
+    assert not replace(told, scalar_heads=()).has_scalar_head("critic")
+    assert told.only(("judge",)).scalar_heads == ()
+    with pytest.raises(
+        PlanError, match=r"scalar_heads: found 'critc'; expected some of the models \['judge', "
+    ):
+        replace(told, scalar_heads=("critc",))
 
 
 def test_the_order_keeps_producers_first_and_else_the_wish() -> None:

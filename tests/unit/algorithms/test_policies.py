@@ -16,8 +16,9 @@ import torch
 
 from megatron_real.algorithms.losses import Average, PolicyObjective
 from megatron_real.algorithms.registry import ALGORITHMS, find_algorithm
-from megatron_real.backend import Algorithm, DataKind, Goal, Head, Minibatching, Sampling
+from megatron_real.backend import Algorithm, Goal, Head, Minibatching, Sampling
 from megatron_real.batch import Batch
+from megatron_real.dataflow import DataKind
 from megatron_real.errors import ConfigError, RealError
 from tests.unit.algorithms.batches import LENGTHS, NoScorer, build, random_scalars, rows, train_call
 
@@ -37,7 +38,7 @@ def _prepare(algorithm: Algorithm, scalars: Batch, iteration: int = 0) -> tuple[
 
 
 def test_these_are_all() -> None:
-    assert set(POLICIES) == {name for name in ALGORITHMS if build(name).data is DataKind.PROMPTS}
+    assert set(POLICIES) == {name for name in ALGORITHMS if build(name).graph.data is DataKind.PROMPTS}
     assert all(build(name).goal == Goal(metric="reward") for name in POLICIES)
 
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_real.algorithms.graphs import graph_of, rloo_graph
 from megatron_real.algorithms.options import Options, option
 from megatron_real.algorithms.registry import ALGORITHMS, find_algorithm, graph_of_plan
-from megatron_real.backend import Algorithm
+from megatron_real.backend import Algorithm, Head
 from megatron_real.errors import ConfigError
 from megatron_real.plan import ClusterSpec
 from megatron_real.plan_search.presets import symmetric
@@ -59,6 +59,16 @@ def test_every_algorithm_is_built_by_its_defaults(name: str) -> None:
         algorithm.graph == definition.graph_for(config) == graph_of(name, **definition.graph_options(config))
     )
     assert algorithm.graph.name == name
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_loss_takes_what_the_graph_says_that_its_model_returns(name: str) -> None:
+    algorithm = find_algorithm(name).build(find_algorithm(name).config(), end_token=7)
+    trained = [call for call in algorithm.graph.calls if call.trains]
+    assert trained
+    for call in trained:
+        scalar = algorithm.objective(call).head is not Head.LOGPROBS
+        assert algorithm.graph.has_scalar_head(call.model or "") is scalar, call.name
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "rloo", "reinforce_pp", "remax"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_real.algorithms.registry import find_algorithm
-from megatron_real.backend import MARGIN, DataKind, Goal, Head, Minibatching
+from megatron_real.backend import MARGIN, Goal, Head, Minibatching
 from megatron_real.batch import Batch
-from megatron_real.dataflow import KeySpec, Per
+from megatron_real.dataflow import DataKind, KeySpec, Per
 from megatron_real.errors import ConfigError, RealError
 from tests.unit.algorithms.batches import build, train_call
 
@@ -27,7 +27,7 @@ def test_answers_to_the_runtime(name: str) -> None:
     data, goal, unit, head, per = KINDS[name]
     algorithm = build(name, num_minibatches=2, num_epochs=3)
     call = train_call(algorithm)
-    assert (algorithm.data, algorithm.goal) == (data, goal)
+    assert (algorithm.graph.data, algorithm.goal) == (data, goal)
     assert (algorithm.samples_per_prompt, algorithm.temperature) == (1, 1.0)
     assert algorithm.minibatching(call) == Minibatching(num_minibatches=2, num_epochs=3, unit=unit)
     objective = algorithm.objective(call)

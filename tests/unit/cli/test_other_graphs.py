@@ -74,9 +74,9 @@ def test_two_generations_on_two_ranks_run_at_the_same_time(searched: Path) -> No
 
 
 _OWN = """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from megatron_real.algorithms.configs import TrainingConfig
-from megatron_real.algorithms.graphs import dpo_graph, grpo_graph
+from megatron_real.algorithms.graphs import grpo_graph, sft_graph
 from megatron_real.algorithms.options import option
 from megatron_real.algorithms.registry import AlgorithmDefinition
 
@@ -84,10 +84,10 @@ from megatron_real.algorithms.registry import AlgorithmDefinition
 class Groups(TrainingConfig):
     samples_per_prompt: int = option(6, at_least=2)
 
-class Pairs:
-    data = "pairs"
+def pairs_graph():
+    return replace(sft_graph(), pairs=True)
 
-PAIRS = AlgorithmDefinition(name="pairs", graph=dpo_graph, config=TrainingConfig, algorithm=Pairs)
+PAIRS = AlgorithmDefinition(name="pairs", graph=pairs_graph, config=TrainingConfig, algorithm=object)
 GROUPS = AlgorithmDefinition(name="groups", graph=grpo_graph, config=Groups, algorithm=object)
 """
 

@@ -313,7 +313,7 @@ def test_the_head_sees_what_the_loss_is_over() -> None:
     def positions(graph: Graph, call: str, *, scalar: bool) -> float:
         costs = FakeCosts(per_token=dict.fromkeys(Pass, 0.0), head_per_position=1.0)
         model = ModelSpec(shape=dataclasses.replace(SHAPE, scalar_head=scalar))
-        work = dataclasses.replace(CONSTANT, unit=2 if graph.name in ("dpo", "reward") else 1)
+        work = dataclasses.replace(CONSTANT, unit=graph.data.unit)
         cluster = Cluster(
             spec=ClusterSpec(devices_per_node=1), device=Device(name="x", memory_bytes=1, constants={})
         )

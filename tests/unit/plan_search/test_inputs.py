@@ -119,17 +119,20 @@ def test_critic_and_reward_have_a_scalar_head() -> None:
     models = planner_of(PlanInputs.from_tree(_tree()), ppo_graph(extra_rewards=1)).prices.models
     heads = {role: spec.shape.scalar_head for role, spec in models.items()}
     assert heads == {"actor": False, "ref": False, "critic": True, "reward": True, "reward2": True}
-    # Of a model of one's own what it makes tells: here a number per sequence.
-    base = grpo_graph()
+    # Of a model of one's own what it makes tells: here a number per sequence. Its name tells nothing.
+    base, names = grpo_graph(), {"reward": "judge", "ref": "critic"}
     judged = replace(
-        base, calls=tuple(replace(c, model="judge") if c.model == "reward" else c for c in base.calls)
+        base, calls=tuple(replace(call, model=names.get(call.model or "", call.model)) for call in base.calls)
     )
     models = planner_of(PlanInputs.from_tree(_tree()), judged).prices.models
     assert {role: spec.shape.scalar_head for role, spec in models.items()} == {
         "actor": False,
         "judge": True,
-        "ref": False,
+        "critic": False,
     }
+    own = replace(sft_graph(), scalar_heads=("actor",))
+    (model,) = planner_of(PlanInputs.from_tree(_tree()), own).prices.models.values()
+    assert model.shape.scalar_head
 
 
 def test_lengths(tmp_path: Path) -> None:
@@ -171,11 +174,10 @@ def test_a_call_works_on_as_many_sequences_as_its_algorithm_says() -> None:
     assert (same.group_size, same.num_minibatches, same.num_epochs) == (8, 2, 3), "as a training has them"
     with pytest.raises(ConfigError, match=r"algorithm.num_epochs: found 0; expected a whole number"):
         planner_of(PlanInputs.from_tree(_tree(algorithm={"name": "grpo", "num_epochs": 0})), grpo_graph())
-    # An algorithm of the user's own says it itself.
-    own = replace(dpo_graph(), name="my_pairs:ALGORITHM")
-    assert planner_of(PlanInputs.from_tree(_tree()), own).workload.unit == 1
-    mine = PlanInputs.from_tree(_tree(workload={**WORKLOAD, "unit": 2}))
-    assert planner_of(mine, own).workload.num_sequences == 32
+    for pairs in (True, False):
+        own = replace(sft_graph(), name="mine:ALGORITHM", pairs=pairs)
+        assert planner_of(PlanInputs.from_tree(_tree()), own).workload.num_sequences == (32 if pairs else 16)
+    assert "workload.unit: found an unknown option" in _refused(_tree(workload={**WORKLOAD, "unit": 2}))
     assert "workload.function_s.rew: found no such call" in _refused(
         _tree(workload={**WORKLOAD, "function_s": {"rew": 0.1}})
     )

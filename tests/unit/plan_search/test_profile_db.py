@@ -45,13 +45,13 @@ def test_a_new_measurement_takes_the_place_of_the_old_one() -> None:
     assert fresh.key not in one.known()
 
 
-def test_two_devices_do_not_go_into_one_file() -> None:
-    elsewhere = database(date="2026-02-02T00:00:00+00:00", host="there")
-    assert database().merge(elsewhere).entries == database().entries
-    for changes in ({"device_model": "Other CPU"}, {"versions": {"torch": "2.15"}}, {"ranks_per_node": 4}):
-        (name,) = changes
-        with pytest.raises(ConfigError, match=rf"with {name}.*two files"):
-            database().merge(database(**changes))
+def test_what_keeps_measurements_apart() -> None:
+    here = provenance()
+    assert here.differences(provenance(date="2026-02-02T00:00:00+00:00", host="there")) == []
+    assert here.differences(provenance(device_model="Other CPU", versions={"torch": "2.15"})) == [
+        "device_model=Other CPU (not Some CPU)",
+        "versions.torch=2.15 (not 2.14)",
+    ]
 
 
 @pytest.mark.parametrize(

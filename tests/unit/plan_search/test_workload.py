@@ -31,22 +31,6 @@ def test_a_quantile_is_the_least_length_that_covers_it(lengths: list[int], level
     assert np.mean(np.array(lengths) < found) < level + 1e-6
 
 
-@given(samples)
-def test_survival_sums_to_the_mean(lengths: list[int]) -> None:
-    positions, fractions = LengthDistribution.of(lengths).survival()
-    assert np.dot(np.diff(positions), fractions) == pytest.approx(np.mean(lengths))
-    assert fractions[0] == pytest.approx(1.0)
-    assert (np.diff(fractions) <= 1e-12).all()
-
-
-@given(samples, st.integers(1, 5))
-def test_the_expected_longest_is_the_mean_over_all_draws(lengths: list[int], count: int) -> None:
-    lengths = lengths[:6]
-    grids = np.meshgrid(*[lengths] * count)
-    longest = np.mean(np.max(np.stack([grid.ravel() for grid in grids]), axis=0))
-    assert LengthDistribution.of(lengths).expected_longest(count) == pytest.approx(longest)
-
-
 def test_a_lognormal_gathers_what_is_too_long_at_its_cap() -> None:
     wide = LengthDistribution.lognormal(400.0, 0.8, 512)
     assert wide.cap == 512

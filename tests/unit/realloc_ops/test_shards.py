@@ -59,8 +59,7 @@ def test_a_table_groups_replicas() -> None:
     assert table.ranks == (1, 3, 5)
     assert table.owners == {Shard("w", half): (1, 5), Shard("w", other): (1,)}
     assert table.shards_of(5) == (Shard("w", half),)
-    assert table.bytes_of(1) == 16
-    assert table.bytes_of(3) == 0
+    assert table.shards_of(3) == ()
 
 
 def test_shards_of_equal_owners_share_one_tuple() -> None:

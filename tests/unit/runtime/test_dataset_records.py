@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_real.backend import DataKind
+from megatron_real.dataflow import DataKind
 from megatron_real.errors import ConfigError
 from megatron_real.runtime.dataset import ByteTokenizer, Dataset, DatasetOptions
 
