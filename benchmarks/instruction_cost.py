@@ -36,11 +36,11 @@ from megatron_real.dataflow import Call, CallType, Graph, KeySpec, Per  # noqa: 
 from megatron_real.plan import CopyKey, Plan  # noqa: E402
 from megatron_real.process_groups import ProcessGroups  # noqa: E402
 from megatron_real.program import Program, compile_program  # noqa: E402
-from megatron_real.runtime.dataset import ByteTokenizer, DataBatch, Record  # noqa: E402
-from megatron_real.runtime.executor import RankExecutor, RunParts  # noqa: E402
-from megatron_real.runtime.observers import Observers  # noqa: E402
-from megatron_real.runtime.progress import Progress  # noqa: E402
-from megatron_real.runtime.transfer import DataTransfers, acquire_groups  # noqa: E402
+from megatron_real.runtime.data.dataset import ByteTokenizer, DataBatch, Record  # noqa: E402
+from megatron_real.runtime.execution.executor import RankExecutor, RunParts  # noqa: E402
+from megatron_real.runtime.execution.observers import Observers  # noqa: E402
+from megatron_real.runtime.execution.transfer import DataTransfers, acquire_groups  # noqa: E402
+from megatron_real.runtime.liveness.progress import Progress  # noqa: E402
 from megatron_real.trace import Tracer  # noqa: E402
 from tests.harness import run_ranks  # noqa: E402
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from benchmarks.invariance_cases import OPTIONS, SPLIT, Case, case_tree  # noqa: E402
-from megatron_real.runtime.metrics import read_metrics  # noqa: E402
+from megatron_real.runtime.reports.metrics import read_metrics  # noqa: E402
 from megatron_real.runtime.run_state import read_run_state  # noqa: E402
 from tests.e2e.tiny_run import Job, start, wait  # noqa: E402
 

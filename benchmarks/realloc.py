@@ -53,7 +53,7 @@ from realloc_exposed import exposed_rows  # noqa: E402
 from realloc_methods import BUCKET_BYTES, Checkpoint, Limit, Pair, in_place_excess_bytes  # noqa: E402
 
 from megatron_real.hooks.model_builder import RoleModel  # noqa: E402
-from megatron_real.realloc_ops.node_links import NodeLinks  # noqa: E402
+from megatron_real.realloc_ops.execution.node_links import NodeLinks  # noqa: E402
 from tests.harness import RankFailed, run_ranks  # noqa: E402
 from tests.hooks.tiny import layouts, placement, tiny_role  # noqa: E402
 

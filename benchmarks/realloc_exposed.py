@@ -19,10 +19,10 @@ from realloc_methods import Pair
 
 from megatron_real.hooks.model_builder import RoleModel
 from megatron_real.hooks.streaming import Gate
-from megatron_real.realloc_ops.executor import ReallocExecutor
-from megatron_real.realloc_ops.local_shards import gather_tables
-from megatron_real.realloc_ops.plan import ReallocOrder, build_realloc_plan
-from megatron_real.realloc_ops.transports import Exchange, Parcel, Pending, TorchTransport
+from megatron_real.realloc_ops.execution.executor import ReallocExecutor
+from megatron_real.realloc_ops.execution.transports import Exchange, Parcel, Pending, TorchTransport
+from megatron_real.realloc_ops.planning.plan import ReallocOrder, build_realloc_plan
+from megatron_real.realloc_ops.storage.local_shards import gather_tables
 from tests.harness import run_ranks
 from tests.hooks.tiny import layouts, placement
 

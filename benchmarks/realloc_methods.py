@@ -25,11 +25,11 @@ from megatron_real.hooks.model_copy import ModelCopy
 from megatron_real.hooks.parallel_state import ParallelLayout
 from megatron_real.plan import CopyKey
 from megatron_real.realloc_ops import InPlace, Reallocator, ReallocOptions
-from megatron_real.realloc_ops.buckets import Slice
-from megatron_real.realloc_ops.local_shards import LocalShards, gather_tables
-from megatron_real.realloc_ops.node_links import NodeLinks
-from megatron_real.realloc_ops.plan import RankPlan, build_realloc_plan
-from megatron_real.realloc_ops.shards import Shard
+from megatron_real.realloc_ops.execution.node_links import NodeLinks
+from megatron_real.realloc_ops.planning.buckets import Slice
+from megatron_real.realloc_ops.planning.plan import RankPlan, build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import Shard
+from megatron_real.realloc_ops.storage.local_shards import LocalShards, gather_tables
 
 __all__ = ["BUCKET_BYTES", "Checkpoint", "Limit", "Pair", "in_place_excess_bytes"]
 

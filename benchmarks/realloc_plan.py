@@ -37,8 +37,8 @@ from megatron_real.layout import Layout, Mesh, stage_layers
 from megatron_real.model_shape import ModelShape
 from megatron_real.plan_search.costs.traffic import Traffic, Window, realloc_traffic
 from megatron_real.plan_search.parameters import param_table, rank_entries
-from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES, RankPlan, build_realloc_plan
-from megatron_real.realloc_ops.shards import Box, ParamTable, ShardEntry
+from megatron_real.realloc_ops.planning.plan import DEFAULT_BUCKET_BYTES, RankPlan, build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import Box, ParamTable, ShardEntry
 
 RANKS = (64, 256, 1024, 4096)
 PER_NODE = 8

@@ -1,6 +1,6 @@
 """Presets and the searched plan, priced from a profile of this machine and run for real on 2 and on 4 CPU ranks.
 
-    python benchmarks/speedup.py              # make bench-speedup; about 20 minutes on two cores
+    python benchmarks/speedup.py              # make bench-speedup; about 35 minutes on two cores
     python benchmarks/speedup.py --ranks 2 --workloads long --repetitions 2
 
 PPO with four models. Two ranks have a core each; four ranks share two. For every workload and device memory each plan
@@ -255,7 +255,7 @@ def rank_main(path: Path) -> None:
     from megatron_real.hooks import cpu_device
     from megatron_real.hooks.launch import build_executor, configure_logging, initialize_distributed, prepare
     from megatron_real.process_groups import ProcessGroups
-    from megatron_real.runtime.observers import Observers
+    from megatron_real.runtime.execution.observers import Observers
     from megatron_real.trace import Tracer
 
     cpu_device.install_cpu_device()

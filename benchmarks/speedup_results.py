@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_real.plan_search.comparison import instruction_seconds, iteration_seconds
 from megatron_real.plan_search.planner import Estimate
-from megatron_real.runtime.summary import summarize
+from megatron_real.runtime.reports.summary import summarize
 from megatron_real.trace import Span, SpanKind, attribute_waits, read_spans
 
 SEARCHED = "searched"

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from megatron_real.algorithms.registry import find_algorithm
 from megatron_real.errors import ConfigError, Problem, raise_problems
 from megatron_real.hooks.arguments import add_real_arguments
-from megatron_real.runtime.reward_options import RewardOptions, WeightedFunction
+from megatron_real.runtime.rewards.options import RewardOptions, WeightedFunction
 from megatron_real.runtime.run_outputs import EvaluationOptions, SampleOptions, WandbOptions
 
 __all__ = [
@@ -86,7 +86,7 @@ class DataOptions(_Options):
 
     prompts: str
     """A JSONL file, a folder of them, ``hf:NAME[@CONFIG][:SPLIT]``, or a folder that `datasets` saved. What the keys of
-    a line mean stands in `megatron_real.runtime.dataset_records`; others are handed to the reward function."""
+    a line mean stands in `megatron_real.runtime.data.records`; others are handed to the reward function."""
     batch_size: Count
     """Prompts, answers or pairs per iteration."""
     max_prompt_tokens: Count = 512
@@ -179,7 +179,7 @@ class RunOptions(_Options):
     wandb: WandbOptions | None = None
     liveness: LivenessOptions = LivenessOptions()
     fault: tuple[str, ...] = ()
-    """Injected faults, for tests; see `megatron_real.runtime.faults`."""
+    """Injected faults, for tests; see `megatron_real.runtime.liveness.faults`."""
     megatron: tuple[str, ...] = ()
     """Megatron's arguments, which describe the actor; without ``--load`` and ``--seed``, which are options here."""
 

@@ -1,6 +1,6 @@
 """Calls the user's reward functions and says what came of it: in a rank, or as the main program of a process.
 
-A process of `megatron_real.runtime.reward_pool` runs `main`. It starts in a fraction of a second, since nothing is
+A process of `megatron_real.runtime.rewards.pool` runs `main`. It starts in a fraction of a second, since nothing is
 imported here but the standard library and the errors.
 
 Invariants (tests/unit/runtime/test_rewards.py, tests/unit/runtime/test_reward_pool.py):

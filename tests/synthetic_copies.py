@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_real.realloc_ops.local_shards import LocalShards, local_table
-from megatron_real.realloc_ops.segments import SegmentSet
+from megatron_real.realloc_ops.storage.local_shards import LocalShards, local_table
+from megatron_real.realloc_ops.storage.segments import SegmentSet
 
 __all__ = ["Copy", "FakeShardedTensor", "SyntheticLayout", "SyntheticModel", "build_copy", "expected_values"]
 

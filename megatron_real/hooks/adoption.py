@@ -18,7 +18,7 @@ from megatron_real.hooks.training_state import move_training
 from megatron_real.plan import CopyKey
 from megatron_real.process_groups import exchange
 from megatron_real.program import Program
-from megatron_real.realloc_ops.versions import FROZEN_VERSION
+from megatron_real.realloc_ops.proof.versions import FROZEN_VERSION
 
 if TYPE_CHECKING:
     from megatron_real.hooks.megatron_backend import MegatronBackend

@@ -31,7 +31,7 @@ from megatron_real.errors import ConfigError, Problem, raise_problems
 from megatron_real.hooks.model_builder import RoleModel
 from megatron_real.hooks.model_copy import ModelCopy
 from megatron_real.hooks.roles import architecture_of
-from megatron_real.realloc_ops.shards import TensorSpec
+from megatron_real.realloc_ops.planning.shards import TensorSpec
 from megatron_real.runtime.run_state import write_atomically
 
 __all__ = [

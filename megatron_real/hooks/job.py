@@ -32,11 +32,11 @@ from megatron_real.hooks.training_options import (
 )
 from megatron_real.plan import Plan
 from megatron_real.program import Program, compile_program
-from megatron_real.runtime.best import Best
-from megatron_real.runtime.dataset import DataBatch, Dataset, DatasetOptions, Tokenizer
-from megatron_real.runtime.evaluation import evaluated_calls
-from megatron_real.runtime.faults import Fault, parse_faults, ranks_by_instruction
-from megatron_real.runtime.rewards import RewardFunctions
+from megatron_real.runtime.data.dataset import DataBatch, Dataset, DatasetOptions, Tokenizer
+from megatron_real.runtime.evaluation.best import Best
+from megatron_real.runtime.evaluation.evaluator import evaluated_calls
+from megatron_real.runtime.liveness.faults import Fault, parse_faults, ranks_by_instruction
+from megatron_real.runtime.rewards.functions import RewardFunctions
 from megatron_real.runtime.run_state import state_to_resume
 
 if TYPE_CHECKING:

@@ -31,28 +31,28 @@ from megatron_real.hooks.megatron_backend import MegatronBackend
 from megatron_real.plan_search.comparison import PredictedRun, predicted_simulation
 from megatron_real.process_groups import ProcessGroups, default_store
 from megatron_real.program import Program
-from megatron_real.runtime.best import BestCheckpoint, recover
-from megatron_real.runtime.display import Display
-from megatron_real.runtime.drift import other_workload
-from megatron_real.runtime.evaluation import EvaluationConfig, Evaluator, observed
-from megatron_real.runtime.executor import RankExecutor, RunParts
-from megatron_real.runtime.faults import FaultInjector
-from megatron_real.runtime.liveness import Limits, Liveness
-from megatron_real.runtime.master import Master
-from megatron_real.runtime.meeting import meet
-from megatron_real.runtime.metrics import IterationRecorder, MetricsWriter, read_metrics
-from megatron_real.runtime.observers import Observers
-from megatron_real.runtime.plan_change import PlanChange
-from megatron_real.runtime.progress import Progress
-from megatron_real.runtime.publication import agree_on_program, agreement_text, program_text
-from megatron_real.runtime.reports import MetricsPublisher
+from megatron_real.runtime.evaluation.best import BestCheckpoint, recover
+from megatron_real.runtime.evaluation.evaluator import EvaluationConfig, Evaluator, observed
+from megatron_real.runtime.execution.executor import RankExecutor, RunParts
+from megatron_real.runtime.execution.observers import Observers
+from megatron_real.runtime.execution.plan_change import PlanChange
+from megatron_real.runtime.execution.transfer import DataTransfers, acquire_groups
+from megatron_real.runtime.liveness.faults import FaultInjector
+from megatron_real.runtime.liveness.heartbeats import Limits, Liveness
+from megatron_real.runtime.liveness.meeting import meet
+from megatron_real.runtime.liveness.progress import Progress
+from megatron_real.runtime.liveness.publication import agree_on_program, agreement_text, program_text
+from megatron_real.runtime.liveness.store_client import served_by_launcher
+from megatron_real.runtime.reports.display import Display
+from megatron_real.runtime.reports.drift import other_workload
+from megatron_real.runtime.reports.master import Master
+from megatron_real.runtime.reports.metrics import IterationRecorder, MetricsWriter, read_metrics
+from megatron_real.runtime.reports.reports import MetricsPublisher
+from megatron_real.runtime.reports.samples import SampleWriter
+from megatron_real.runtime.reports.summary import summarize
+from megatron_real.runtime.reports.wandb_tracker import open_wandb
 from megatron_real.runtime.run_state import take_options
-from megatron_real.runtime.samples import SampleWriter
-from megatron_real.runtime.store_client import served_by_launcher
-from megatron_real.runtime.summary import summarize
 from megatron_real.runtime.trainer import TrainConfig, TrainResult, train
-from megatron_real.runtime.transfer import DataTransfers, acquire_groups
-from megatron_real.runtime.wandb_tracker import open_wandb
 from megatron_real.timeline import write_timeline
 from megatron_real.trace import Tracer, attribute_waits, read_spans, write_chrome_trace
 

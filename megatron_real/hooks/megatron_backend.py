@@ -35,14 +35,14 @@ from megatron_real.plan import CopyKey
 from megatron_real.process_groups import ProcessGroups
 from megatron_real.program import Program
 from megatron_real.realloc_ops import ParamTable
-from megatron_real.realloc_ops.host_store import NodeStore, StoreGroup
-from megatron_real.realloc_ops.local_shards import gather_tables
-from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
-from megatron_real.realloc_ops.shards import ShardEntry, TensorSpec
-from megatron_real.realloc_ops.store_layout import nodes_of
-from megatron_real.realloc_ops.transports import TorchTransport
-from megatron_real.realloc_ops.verify import VerifyMode
-from megatron_real.realloc_ops.versions import FROZEN_VERSION
+from megatron_real.realloc_ops.execution.transports import TorchTransport
+from megatron_real.realloc_ops.planning.plan import DEFAULT_BUCKET_BYTES
+from megatron_real.realloc_ops.planning.shards import ShardEntry, TensorSpec
+from megatron_real.realloc_ops.planning.store_layout import nodes_of
+from megatron_real.realloc_ops.proof.verify import VerifyMode
+from megatron_real.realloc_ops.proof.versions import FROZEN_VERSION
+from megatron_real.realloc_ops.storage.host_store import NodeStore, StoreGroup
+from megatron_real.realloc_ops.storage.local_shards import gather_tables
 from megatron_real.runtime.run_state import write_run_state
 
 __all__ = ["MegatronBackend", "RoleSetup"]

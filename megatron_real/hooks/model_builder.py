@@ -35,7 +35,7 @@ from megatron_real.hooks.scalar_head import ScalarHead
 from megatron_real.layout import Layout
 from megatron_real.model_shape import ModelShape
 from megatron_real.realloc_ops import model_shards
-from megatron_real.realloc_ops.local_shards import ShardedTensorLike
+from megatron_real.realloc_ops.storage.local_shards import ShardedTensorLike
 
 __all__ = ["RoleModel", "build_chunks", "layout_config", "quiet", "require_trainable", "sharded_tensors"]
 

@@ -35,11 +35,11 @@ from megatron_real.hooks.state_offload import StateOffload
 from megatron_real.hooks.training_options import Training
 from megatron_real.hooks.weight_rebuild import WeightRebuild
 from megatron_real.plan import CopyKey
-from megatron_real.realloc_ops.host_store import NodeStore, StoreReport
-from megatron_real.realloc_ops.local_shards import LocalShards, local_table
 from megatron_real.realloc_ops.module_caches import refresh_caches
-from megatron_real.realloc_ops.segments import BufferSegments, SegmentSet
-from megatron_real.realloc_ops.versions import VersionStamp
+from megatron_real.realloc_ops.proof.versions import VersionStamp
+from megatron_real.realloc_ops.storage.host_store import NodeStore, StoreReport
+from megatron_real.realloc_ops.storage.local_shards import LocalShards, local_table
+from megatron_real.realloc_ops.storage.segments import BufferSegments, SegmentSet
 
 __all__ = ["ModelCopy", "Training"]
 

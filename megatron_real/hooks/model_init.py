@@ -22,7 +22,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_real.errors import MegatronCompatError
-from megatron_real.realloc_ops.local_shards import ShardedTensorLike
+from megatron_real.realloc_ops.storage.local_shards import ShardedTensorLike
 
 __all__ = ["fill", "hash_elements", "initialize", "normal_from_hash"]
 

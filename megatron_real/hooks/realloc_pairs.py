@@ -17,13 +17,13 @@ from megatron_real.hooks.model_copy import ModelCopy
 from megatron_real.plan import CopyKey
 from megatron_real.program import Program, Realloc
 from megatron_real.realloc_ops import ParamTable, build_realloc_plan
-from megatron_real.realloc_ops.agreement import Agreement
-from megatron_real.realloc_ops.delivery import verified_run
-from megatron_real.realloc_ops.executor import ReallocExecutor
-from megatron_real.realloc_ops.report import ReallocReport
-from megatron_real.realloc_ops.streaming import Stream
-from megatron_real.realloc_ops.transports import TorchTransport
-from megatron_real.realloc_ops.verify import Ends, Verifier, VerifyMode
+from megatron_real.realloc_ops.execution.executor import ReallocExecutor
+from megatron_real.realloc_ops.execution.report import ReallocReport
+from megatron_real.realloc_ops.execution.streaming import Stream
+from megatron_real.realloc_ops.execution.transports import TorchTransport
+from megatron_real.realloc_ops.proof.agreement import Agreement
+from megatron_real.realloc_ops.proof.delivery import verified_run
+from megatron_real.realloc_ops.proof.verify import Ends, Verifier, VerifyMode
 
 __all__ = ["ReallocPairs", "Wire"]
 

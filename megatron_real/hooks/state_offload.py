@@ -25,7 +25,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import CapacityError, PlanError, RealError
-from megatron_real.realloc_ops.host_memory import HostBuffer
+from megatron_real.realloc_ops.storage.host_memory import HostBuffer
 
 __all__ = ["StateOffload"]
 

@@ -13,8 +13,8 @@ import torch
 
 from megatron_real.hooks.model_copy import ModelCopy
 from megatron_real.hooks.streaming import Gate
-from megatron_real.realloc_ops.report import ReallocReport
-from megatron_real.realloc_ops.streaming import Stream
+from megatron_real.realloc_ops.execution.report import ReallocReport
+from megatron_real.realloc_ops.execution.streaming import Stream
 
 __all__ = ["StreamedRealloc", "accounting"]
 

@@ -23,8 +23,8 @@ from typing import Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from megatron_real.realloc_ops.execution.report import ReallocReport
 from megatron_real.realloc_ops.module_caches import refresh_caches
-from megatron_real.realloc_ops.report import ReallocReport
 
 __all__ = ["Gate", "WaveStream", "units"]
 

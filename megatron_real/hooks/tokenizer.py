@@ -9,8 +9,8 @@ from typing import Any
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as build_megatron_tokenizer
 
 from megatron_real.errors import ConfigError
-from megatron_real.runtime.chat_templates import Message, render
-from megatron_real.runtime.tokenization import ByteTokenizer, Tokenizer
+from megatron_real.runtime.data.chat_templates import Message, render
+from megatron_real.runtime.data.tokenization import ByteTokenizer, Tokenizer
 
 __all__ = ["build_tokenizer"]
 

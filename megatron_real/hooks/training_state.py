@@ -29,10 +29,10 @@ from megatron_real.errors import PlanError, RealError
 from megatron_real.hooks.model_copy import ModelCopy
 from megatron_real.hooks.training_tensors import optimizer_parts, training_shards
 from megatron_real.process_groups import exchange
-from megatron_real.realloc_ops.executor import ReallocExecutor, ReallocReport
-from megatron_real.realloc_ops.local_shards import LocalShards, gather_tables
-from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES, build_realloc_plan
-from megatron_real.realloc_ops.transports import Transport
+from megatron_real.realloc_ops.execution.executor import ReallocExecutor, ReallocReport
+from megatron_real.realloc_ops.execution.transports import Transport
+from megatron_real.realloc_ops.planning.plan import DEFAULT_BUCKET_BYTES, build_realloc_plan
+from megatron_real.realloc_ops.storage.local_shards import LocalShards, gather_tables
 
 __all__ = ["move_training"]
 

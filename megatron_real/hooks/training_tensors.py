@@ -24,8 +24,8 @@ from megatron_real.errors import PlanError, Problem, raise_problems
 from megatron_real.hooks.model_builder import sharded_tensors
 from megatron_real.hooks.model_copy import ModelCopy
 from megatron_real.hooks.training_options import reason_to_stay, training_stays
-from megatron_real.realloc_ops.local_shards import LocalShards, ShardPart, local_table
-from megatron_real.realloc_ops.shards import Box
+from megatron_real.realloc_ops.planning.shards import Box
+from megatron_real.realloc_ops.storage.local_shards import LocalShards, ShardPart, local_table
 
 __all__ = ["flat_boxes", "optimizer_parts", "training_shards"]
 

@@ -18,8 +18,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_real.errors import RealError
 from megatron_real.hooks.training_options import Training, reason_to_keep_weights, weights_stay
-from megatron_real.realloc_ops.checksums import sum_of
-from megatron_real.realloc_ops.segments import BufferSegments, SegmentSet
+from megatron_real.realloc_ops.proof.checksums import sum_of
+from megatron_real.realloc_ops.storage.segments import BufferSegments, SegmentSet
 
 __all__ = ["WeightRebuild"]
 

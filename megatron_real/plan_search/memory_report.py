@@ -17,7 +17,7 @@ from megatron_real.layout import Mesh
 from megatron_real.plan import CopyKey, Placement
 from megatron_real.plan_search.memory import MemoryModel, copy_memory
 from megatron_real.program import Mix, Offload, Program, Realloc, Reload, Run, Save, What, compile_program
-from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES, STAGING_SLOTS
+from megatron_real.realloc_ops.planning.plan import DEFAULT_BUCKET_BYTES, STAGING_SLOTS
 
 __all__ = ["MemoryReport", "RankMemory", "memory_report"]
 

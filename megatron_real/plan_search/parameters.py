@@ -24,7 +24,7 @@ from typing import NamedTuple
 from megatron_real.errors import PlanError
 from megatron_real.layout import Coordinates, Layout, Mesh, coordinates_of, stage_layers
 from megatron_real.model_shape import ModelShape
-from megatron_real.realloc_ops.shards import Box, ParamTable, ShardEntry
+from megatron_real.realloc_ops.planning.shards import Box, ParamTable, ShardEntry
 
 __all__ = [
     "ChunkElements",

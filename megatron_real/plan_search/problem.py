@@ -25,7 +25,7 @@ from megatron_real.plan import ClusterSpec, Plan
 from megatron_real.plan_search.choices import Assignment, Choice, Option
 from megatron_real.plan_search.clocks import atoms_of, period
 from megatron_real.plan_search.steps import Step, StepBuilder
-from megatron_real.realloc_ops.plan import STAGING_SLOTS
+from megatron_real.realloc_ops.planning.plan import STAGING_SLOTS
 
 __all__ = [
     "Assignment",

@@ -28,7 +28,7 @@ from megatron_real.plan_search.pins import Pin, check_pins
 from megatron_real.plan_search.pricing import Prices
 from megatron_real.plan_search.problem import Option, SearchProblem
 from megatron_real.plan_search.steps import weights_stay
-from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
+from megatron_real.realloc_ops.planning.plan import DEFAULT_BUCKET_BYTES
 
 __all__ = ["Pin", "SpaceOptions", "Space", "build_space", "candidates"]
 

@@ -1,7 +1,7 @@
 """Moving a model's parameters from one layout to another; README.md in this folder has the call chain.
 
 Between two Megatron models, without a plan or a runtime: `Reallocator` and `swap_model_weights`. Below them, planning
-(`plan`, `shards`) is pure arithmetic, imports no torch and serves the plan search as well; what executes is imported on
+(`planning`) is pure arithmetic, imports no torch and serves the plan search as well; what executes is imported on
 first use.
 """
 
@@ -10,16 +10,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from megatron_real.realloc_ops.plan import ReallocPlan, build_realloc_plan
-from megatron_real.realloc_ops.shards import Box, ParamTable, ShardEntry
-from megatron_real.realloc_ops.versions import VersionStamp
+from megatron_real.realloc_ops.planning.plan import ReallocPlan, build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import Box, ParamTable, ShardEntry
+from megatron_real.realloc_ops.proof.versions import VersionStamp
 
 if TYPE_CHECKING:
-    from megatron_real.realloc_ops.executor import ReallocExecutor
-    from megatron_real.realloc_ops.in_place import InPlace
+    from megatron_real.realloc_ops.execution.executor import ReallocExecutor
+    from megatron_real.realloc_ops.execution.in_place import InPlace
+    from megatron_real.realloc_ops.execution.report import ReallocReport
     from megatron_real.realloc_ops.models import Reallocator, ReallocOptions
-    from megatron_real.realloc_ops.report import ReallocReport
-    from megatron_real.realloc_ops.segments import SegmentSet
+    from megatron_real.realloc_ops.storage.segments import SegmentSet
     from megatron_real.realloc_ops.swap import swap_model_weights
 
 __all__ = [
@@ -39,12 +39,12 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
-    "InPlace": "in_place",
-    "ReallocExecutor": "executor",
+    "InPlace": "execution.in_place",
+    "ReallocExecutor": "execution.executor",
     "ReallocOptions": "models",
-    "ReallocReport": "report",
+    "ReallocReport": "execution.report",
     "Reallocator": "models",
-    "SegmentSet": "segments",
+    "SegmentSet": "storage.segments",
     "swap_model_weights": "swap",
 }
 """Module by public name, for what imports torch."""

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from megatron_real.errors import PlanError, Problem, RealError, raise_problems
-from megatron_real.realloc_ops.local_shards import LocalShards, ShardedTensorLike, local_table
 from megatron_real.realloc_ops.module_caches import refresh_caches
+from megatron_real.realloc_ops.storage.local_shards import LocalShards, ShardedTensorLike, local_table
 
 __all__ = ["Model", "ModelSide", "chunks_of", "sharded_tensors"]
 

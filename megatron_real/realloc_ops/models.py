@@ -21,24 +21,24 @@ import torch.distributed as dist
 from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import ConfigError, PlanError, RealError
 from megatron_real.process_groups import exchange
-from megatron_real.realloc_ops.agreement import Agreement
-from megatron_real.realloc_ops.comparison import Ends
-from megatron_real.realloc_ops.delivery import finish_verified, start_verified, verified_run
-from megatron_real.realloc_ops.executor import ReallocExecutor
-from megatron_real.realloc_ops.in_place import InPlace, part_bytes
-from megatron_real.realloc_ops.local_shards import LocalShards, gather_tables
+from megatron_real.realloc_ops.execution.executor import ReallocExecutor
+from megatron_real.realloc_ops.execution.in_place import InPlace, part_bytes
+from megatron_real.realloc_ops.execution.report import ReallocReport
+from megatron_real.realloc_ops.execution.streaming import Stream
+from megatron_real.realloc_ops.execution.transports import Pending, TorchTransport
 from megatron_real.realloc_ops.model_shards import Model, ModelSide
-from megatron_real.realloc_ops.plan import (
+from megatron_real.realloc_ops.planning.plan import (
     DEFAULT_BUCKET_BYTES,
     RankPlan,
     ReallocOrder,
     build_realloc_plan,
 )
-from megatron_real.realloc_ops.report import ReallocReport
-from megatron_real.realloc_ops.streaming import Stream
-from megatron_real.realloc_ops.transports import Pending, TorchTransport
-from megatron_real.realloc_ops.verify import Verifier, VerifyMode
-from megatron_real.realloc_ops.versions import VersionStamp
+from megatron_real.realloc_ops.proof.agreement import Agreement
+from megatron_real.realloc_ops.proof.comparison import Ends
+from megatron_real.realloc_ops.proof.delivery import finish_verified, start_verified, verified_run
+from megatron_real.realloc_ops.proof.verify import Verifier, VerifyMode
+from megatron_real.realloc_ops.proof.versions import VersionStamp
+from megatron_real.realloc_ops.storage.local_shards import LocalShards, gather_tables
 
 __all__ = ["ModelStream", "ReallocOptions", "Reallocator", "world_group"]
 

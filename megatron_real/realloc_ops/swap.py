@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_real.errors import ConfigError, RealError
+from megatron_real.realloc_ops.execution.report import ReallocReport
 from megatron_real.realloc_ops.model_shards import Model, chunks_of
 from megatron_real.realloc_ops.models import Reallocator, ReallocOptions, world_group
-from megatron_real.realloc_ops.report import ReallocReport
 
 __all__ = ["swap_model_weights"]
 

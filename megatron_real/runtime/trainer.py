@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_real.errors import ConfigError
-from megatron_real.runtime.dataset import Dataset
-from megatron_real.runtime.evaluation import Evaluator
-from megatron_real.runtime.executor import RankExecutor
-from megatron_real.runtime.plan_change import executor_for
-from megatron_real.runtime.reporting import MetricsSink, NoMetrics, SinkReporter
+from megatron_real.runtime.data.dataset import Dataset
+from megatron_real.runtime.evaluation.evaluator import Evaluator
+from megatron_real.runtime.execution.executor import RankExecutor
+from megatron_real.runtime.execution.plan_change import executor_for
+from megatron_real.runtime.reports.reporting import MetricsSink, NoMetrics, SinkReporter
 
 __all__ = ["TrainConfig", "TrainResult", "train"]
 

@@ -20,7 +20,7 @@ from megatron_real.batch import Batch
 from megatron_real.dataflow import SAMPLES, Call, CallType, Graph, Input, KeySpec, Per, Scope
 from megatron_real.plan import CopyKey, Plan
 from megatron_real.process_groups import default_store
-from megatron_real.runtime.dataset import TOKENS, DataBatch, Record
+from megatron_real.runtime.data.dataset import TOKENS, DataBatch, Record
 
 VOCAB_SIZE = 251
 ADVANTAGES = KeySpec(name="advantages", per=Per.RESPONSE, dtype="float32")

@@ -14,11 +14,11 @@ from megatron_real.layout import parse_placement
 from megatron_real.plan import LayoutSpec, Plan
 from megatron_real.process_groups import ProcessGroups
 from megatron_real.program import compile_program
-from megatron_real.runtime.dataset import ByteTokenizer
-from megatron_real.runtime.executor import RankExecutor, RunParts
-from megatron_real.runtime.observers import Observers
-from megatron_real.runtime.rewards import RewardFunctions, RewardLimits
-from megatron_real.runtime.transfer import DataTransfers, acquire_groups
+from megatron_real.runtime.data.dataset import ByteTokenizer
+from megatron_real.runtime.execution.executor import RankExecutor, RunParts
+from megatron_real.runtime.execution.observers import Observers
+from megatron_real.runtime.execution.transfer import DataTransfers, acquire_groups
+from megatron_real.runtime.rewards.functions import RewardFunctions, RewardLimits
 from tests.distributed.fake_backend import (
     FakeAlgorithm,
     FakeBackend,

@@ -11,15 +11,15 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from megatron_real.errors import RealError
-from megatron_real.realloc_ops.agreement import Agreement
-from megatron_real.realloc_ops.delivery import finish_verified, start_verified, verified_run
-from megatron_real.realloc_ops.executor import InPlace, ReallocExecutor
-from megatron_real.realloc_ops.local_shards import gather_tables
-from megatron_real.realloc_ops.packing import Staging
-from megatron_real.realloc_ops.plan import ReallocOrder, build_realloc_plan
-from megatron_real.realloc_ops.transports import TorchTransport, Transport
-from megatron_real.realloc_ops.verify import Ends, Verifier, VerifyMode
-from megatron_real.realloc_ops.versions import VersionStamp
+from megatron_real.realloc_ops.execution.executor import InPlace, ReallocExecutor
+from megatron_real.realloc_ops.execution.packing import Staging
+from megatron_real.realloc_ops.execution.transports import TorchTransport, Transport
+from megatron_real.realloc_ops.planning.plan import ReallocOrder, build_realloc_plan
+from megatron_real.realloc_ops.proof.agreement import Agreement
+from megatron_real.realloc_ops.proof.delivery import finish_verified, start_verified, verified_run
+from megatron_real.realloc_ops.proof.verify import Ends, Verifier, VerifyMode
+from megatron_real.realloc_ops.proof.versions import VersionStamp
+from megatron_real.realloc_ops.storage.local_shards import gather_tables
 from tests.synthetic_copies import SyntheticLayout, SyntheticModel, build_copy
 
 __all__ = ["MODEL", "Fault", "How", "Injected", "Job", "Outcome"]

@@ -19,12 +19,12 @@ from megatron_real.dataflow import Graph
 from megatron_real.plan import Plan
 from megatron_real.process_groups import ProcessGroups
 from megatron_real.program import compile_program
-from megatron_real.runtime.best import BestCheckpoint
-from megatron_real.runtime.dataset import ByteTokenizer
-from megatron_real.runtime.evaluation import EvaluationConfig, Evaluator, evaluated_calls, observed
-from megatron_real.runtime.executor import RankExecutor, RunParts
+from megatron_real.runtime.data.dataset import ByteTokenizer
+from megatron_real.runtime.evaluation.best import BestCheckpoint
+from megatron_real.runtime.evaluation.evaluator import EvaluationConfig, Evaluator, evaluated_calls, observed
+from megatron_real.runtime.execution.executor import RankExecutor, RunParts
+from megatron_real.runtime.execution.transfer import DataTransfers, acquire_groups
 from megatron_real.runtime.trainer import TrainConfig, train
-from megatron_real.runtime.transfer import DataTransfers, acquire_groups
 from tests.distributed.fake_backend import FakeBackend, expected, prompts_of, response_length
 from tests.distributed.fake_run import PLANS, SEQUENCES, make_executor, make_plan
 from tests.harness import run_ranks

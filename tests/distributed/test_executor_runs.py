@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_real.errors import ConfigError, PeerError
 from megatron_real.process_groups import ProcessGroups
-from megatron_real.runtime.dataset import ByteTokenizer, Dataset
+from megatron_real.runtime.data.dataset import ByteTokenizer, Dataset
 from megatron_real.runtime.trainer import TrainConfig, train
 from tests.distributed.fake_backend import (
     expected,

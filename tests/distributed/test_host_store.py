@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import CapacityError, PeerError, PlanError, RealError
-from megatron_real.realloc_ops import host_memory
-from megatron_real.realloc_ops.host_store import NodeStore, StoreGroup, StoreReport
-from megatron_real.realloc_ops.local_shards import gather_tables
-from megatron_real.realloc_ops.store_layout import nodes_of
-from megatron_real.realloc_ops.transports import TorchTransport
+from megatron_real.realloc_ops.execution.transports import TorchTransport
+from megatron_real.realloc_ops.planning.store_layout import nodes_of
+from megatron_real.realloc_ops.storage import host_memory
+from megatron_real.realloc_ops.storage.host_store import NodeStore, StoreGroup, StoreReport
+from megatron_real.realloc_ops.storage.local_shards import gather_tables
 from tests.harness import RankFailed, run_ranks
 from tests.synthetic_copies import Copy, SyntheticLayout, SyntheticModel, build_copy
 

@@ -19,9 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_real.runtime.faults import FaultInjector, parse_faults
-from megatron_real.runtime.liveness import Limits, Liveness, failure_path
-from megatron_real.runtime.progress import Progress
+from megatron_real.runtime.liveness.faults import FaultInjector, parse_faults
+from megatron_real.runtime.liveness.heartbeats import Limits, Liveness, failure_path
+from megatron_real.runtime.liveness.progress import Progress
 
 pytestmark = pytest.mark.dist
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_real.cli.ranks import free_port
 from megatron_real.errors import ConfigError, PeerError
-from megatron_real.runtime.meeting import meet
+from megatron_real.runtime.liveness.meeting import meet
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_real.realloc_ops import node_links
-from megatron_real.realloc_ops.node_links import NodeLinks
-from megatron_real.realloc_ops.transports import Parcel, TorchTransport
+from megatron_real.realloc_ops.execution import node_links
+from megatron_real.realloc_ops.execution.node_links import NodeLinks
+from megatron_real.realloc_ops.execution.transports import Parcel, TorchTransport
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import PeerError, PlanError, RealError
-from megatron_real.realloc_ops.executor import ReallocExecutor, ReallocReport
-from megatron_real.realloc_ops.local_shards import gather_tables
-from megatron_real.realloc_ops.plan import build_realloc_plan
-from megatron_real.realloc_ops.transports import TorchTransport
-from megatron_real.realloc_ops.versions import VersionStamp
+from megatron_real.realloc_ops.execution.executor import ReallocExecutor, ReallocReport
+from megatron_real.realloc_ops.execution.transports import TorchTransport
+from megatron_real.realloc_ops.planning.plan import build_realloc_plan
+from megatron_real.realloc_ops.proof.versions import VersionStamp
+from megatron_real.realloc_ops.storage.local_shards import gather_tables
 from tests.harness import run_ranks
 from tests.synthetic_copies import Copy, SyntheticLayout, SyntheticModel, build_copy
 

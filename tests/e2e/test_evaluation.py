@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_real.runtime.metrics import read_metrics
+from megatron_real.runtime.reports.metrics import read_metrics
 from tests.e2e.tiny_run import place, start, wait, write_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.megatron]

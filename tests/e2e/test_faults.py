@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from megatron_real.runtime.liveness import failure_path
-from megatron_real.runtime.metrics import read_metrics
+from megatron_real.runtime.liveness.heartbeats import failure_path
+from megatron_real.runtime.reports.metrics import read_metrics
 from tests.e2e.tiny_run import Job, start, wait, write_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.megatron]

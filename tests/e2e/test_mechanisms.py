@@ -94,7 +94,7 @@ def run_rank(tree: dict[str, Any]) -> dict[str, Any]:
     from megatron_real.config import RunOptions
     from megatron_real.hooks.launch import build_executor, prepare
     from megatron_real.process_groups import ProcessGroups
-    from megatron_real.runtime.observers import Observers
+    from megatron_real.runtime.execution.observers import Observers
 
     job, spans = prepare(RunOptions.from_tree(tree)), Spans()
     executor, backend = build_executor(job, ProcessGroups(), Observers(tracer=spans))

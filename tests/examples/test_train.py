@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from megatron_real.config import RunOptions, conf_dir, megatron_arguments
-from megatron_real.runtime.metrics import read_metrics
+from megatron_real.runtime.reports.metrics import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.megatron]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_real.realloc_ops.checksums import sum_of
-from megatron_real.realloc_ops.shards import Box
+from megatron_real.realloc_ops.planning.shards import Box
+from megatron_real.realloc_ops.proof.checksums import sum_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_real.realloc_ops import host_memory
-from megatron_real.realloc_ops.host_memory import HostBuffer, HostCopier, SharedBlock
-from megatron_real.realloc_ops.segments import SegmentSet
+from megatron_real.realloc_ops.storage import host_memory
+from megatron_real.realloc_ops.storage.host_memory import HostBuffer, HostCopier, SharedBlock
+from megatron_real.realloc_ops.storage.segments import SegmentSet
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_real.cli.ranks import free_port
-from megatron_real.runtime.metrics import read_metrics
+from megatron_real.runtime.reports.metrics import read_metrics
 from tests.e2e.tiny_run import EXAMPLES, MEGATRON, write_run
 
 pytestmark = [
@@ -92,10 +92,10 @@ def _tokens() -> torch.Tensor:
 
 def _realloc(src: Any, dst: Any) -> None:
     """Move the weights of `src` to `dst`, whose own are overwritten with NaN before."""
-    from megatron_real.realloc_ops.executor import ReallocExecutor
-    from megatron_real.realloc_ops.local_shards import gather_tables
-    from megatron_real.realloc_ops.plan import build_realloc_plan
-    from megatron_real.realloc_ops.transports import TorchTransport
+    from megatron_real.realloc_ops.execution.executor import ReallocExecutor
+    from megatron_real.realloc_ops.execution.transports import TorchTransport
+    from megatron_real.realloc_ops.planning.plan import build_realloc_plan
+    from megatron_real.realloc_ops.storage.local_shards import gather_tables
 
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_real.device_memory import MemoryLedger
-from megatron_real.realloc_ops.executor import ReallocExecutor
-from megatron_real.realloc_ops.local_shards import LocalShards, gather_tables, local_table
-from megatron_real.realloc_ops.plan import build_realloc_plan
-from megatron_real.realloc_ops.segments import SegmentSet
-from megatron_real.realloc_ops.transports import TorchTransport
+from megatron_real.realloc_ops.execution.executor import ReallocExecutor
+from megatron_real.realloc_ops.execution.transports import TorchTransport
+from megatron_real.realloc_ops.planning.plan import build_realloc_plan
+from megatron_real.realloc_ops.storage.local_shards import LocalShards, gather_tables, local_table
+from megatron_real.realloc_ops.storage.segments import SegmentSet
 from tests.synthetic_copies import FakeShardedTensor, expected_values
 
 pytestmark = [

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron_real.device_memory import MemoryLedger
-from megatron_real.realloc_ops.executor import ReallocExecutor
-from megatron_real.realloc_ops.local_shards import LocalShards, local_table
-from megatron_real.realloc_ops.plan import build_realloc_plan
-from megatron_real.realloc_ops.shards import ParamTable
-from megatron_real.realloc_ops.transports import LocalNetwork
+from megatron_real.realloc_ops.execution.executor import ReallocExecutor
+from megatron_real.realloc_ops.execution.transports import LocalNetwork
+from megatron_real.realloc_ops.planning.plan import build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import ParamTable
+from megatron_real.realloc_ops.storage.local_shards import LocalShards, local_table
 from tests.synthetic_copies import FakeShardedTensor, expected_values
 
 pytestmark = [

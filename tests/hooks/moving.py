@@ -22,11 +22,11 @@ from megatron_real.hooks.model_builder import RoleModel, sharded_tensors
 from megatron_real.hooks.model_copy import ModelCopy, Training
 from megatron_real.hooks.parallel_state import ParallelLayout, ParallelLayouts
 from megatron_real.plan import CopyKey
-from megatron_real.realloc_ops.executor import ReallocExecutor, ReallocReport
-from megatron_real.realloc_ops.local_shards import LocalShards, gather_tables, local_table
-from megatron_real.realloc_ops.plan import build_realloc_plan
-from megatron_real.realloc_ops.shards import ParamTable
-from megatron_real.realloc_ops.transports import TorchTransport
+from megatron_real.realloc_ops.execution.executor import ReallocExecutor, ReallocReport
+from megatron_real.realloc_ops.execution.transports import TorchTransport
+from megatron_real.realloc_ops.planning.plan import build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import ParamTable
+from megatron_real.realloc_ops.storage.local_shards import LocalShards, gather_tables, local_table
 from tests.hooks.tiny import descent, layouts, placement, train_step
 
 __all__ = [

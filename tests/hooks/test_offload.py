@@ -20,11 +20,11 @@ from megatron_real.errors import CapacityError, PlanError, RealError
 from megatron_real.hooks.checkpoint import save_copy
 from megatron_real.hooks.model_copy import ModelCopy, Training
 from megatron_real.hooks.training_options import require_state_offloadable
-from megatron_real.realloc_ops import host_memory
-from megatron_real.realloc_ops.host_store import NodeStore, StoreGroup
-from megatron_real.realloc_ops.local_shards import gather_tables
-from megatron_real.realloc_ops.store_layout import nodes_of
-from megatron_real.realloc_ops.transports import TorchTransport
+from megatron_real.realloc_ops.execution.transports import TorchTransport
+from megatron_real.realloc_ops.planning.store_layout import nodes_of
+from megatron_real.realloc_ops.storage import host_memory
+from megatron_real.realloc_ops.storage.host_store import NodeStore, StoreGroup
+from megatron_real.realloc_ops.storage.local_shards import gather_tables
 from tests.harness import run_ranks
 from tests.hooks.tiny import experts, layouts, make_copy, placement, tiny_role, train_step, whole_model
 

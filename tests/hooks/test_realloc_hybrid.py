@@ -31,7 +31,7 @@ from megatron_real.errors import MegatronCompatError, PlanError
 from megatron_real.hooks.generation import generate, kv_cache_bytes
 from megatron_real.hooks.model_builder import RoleModel, build_chunks, layout_config
 from megatron_real.hooks.parallel_state import ParallelLayout
-from megatron_real.realloc_ops.local_shards import local_table
+from megatron_real.realloc_ops.storage.local_shards import local_table
 from tests.harness import RankFailed, run_ranks
 from tests.hooks.moving import Build, check_move, check_pairs, executor, hold, transport
 from tests.hooks.sequences import make_batch

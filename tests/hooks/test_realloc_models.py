@@ -10,9 +10,9 @@ pytest.importorskip("megatron.core")
 
 from megatron_real.errors import RealError
 from megatron_real.hooks.model_builder import RoleModel
-from megatron_real.realloc_ops.executor import ReallocExecutor
-from megatron_real.realloc_ops.local_shards import gather_tables
-from megatron_real.realloc_ops.plan import build_realloc_plan
+from megatron_real.realloc_ops.execution.executor import ReallocExecutor
+from megatron_real.realloc_ops.planning.plan import build_realloc_plan
+from megatron_real.realloc_ops.storage.local_shards import gather_tables
 from tests.harness import run_ranks
 from tests.hooks.moving import (
     Holding,

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.resharding import refit
 
 from megatron_real.hooks.parallel_state import ParallelLayouts
-from megatron_real.realloc_ops.transports import TorchTransport
+from megatron_real.realloc_ops.execution.transports import TorchTransport
 from tests.harness import run_ranks
 from tests.hooks.moving import Holding, check_arrived, check_move, hold, poison, transport
 from tests.hooks.tiny import experts, latent_role, layouts, tiny_role

@@ -15,10 +15,10 @@ from megatron_real.dataflow import Call, CallType
 from megatron_real.errors import PeerError
 from megatron_real.hooks import forward, generation
 from megatron_real.hooks.streaming import Gate, units
-from megatron_real.realloc_ops.executor import ReallocExecutor
-from megatron_real.realloc_ops.local_shards import gather_tables
-from megatron_real.realloc_ops.plan import build_realloc_plan
-from megatron_real.realloc_ops.transports import Pending, TorchTransport
+from megatron_real.realloc_ops.execution.executor import ReallocExecutor
+from megatron_real.realloc_ops.execution.transports import Pending, TorchTransport
+from megatron_real.realloc_ops.planning.plan import build_realloc_plan
+from megatron_real.realloc_ops.storage.local_shards import gather_tables
 from tests.harness import run_ranks
 from tests.hooks.sequences import make_batch, microbatches_of, seen_by
 from tests.hooks.tiny import experts, layouts, make_copy, placement, tiny_role

@@ -33,9 +33,9 @@ from megatron_real.hooks.training_tensors import flat_boxes
 from megatron_real.layout import parse_placement
 from megatron_real.plan_search.costs.training_moves import TrainingMoveCost, training_move
 from megatron_real.plan_search.models import ModelSpec
-from megatron_real.realloc_ops.local_shards import gather_tables
-from megatron_real.realloc_ops.shards import Box
-from megatron_real.realloc_ops.transports import TorchTransport
+from megatron_real.realloc_ops.execution.transports import TorchTransport
+from megatron_real.realloc_ops.planning.shards import Box
+from megatron_real.realloc_ops.storage.local_shards import gather_tables
 from tests.harness import RankFailed, run_ranks
 from tests.hooks.tiny import layouts, make_copy, placement, tiny_role, train_step, whole_model
 from tests.unit.plan_search.fake_costs import FakeCosts

@@ -13,7 +13,7 @@ from megatron_real.algorithms.graphs import dpo_graph
 from megatron_real.errors import ConfigError
 from megatron_real.plan import Plan
 from megatron_real.program import Program, compile_program
-from megatron_real.realloc_ops.packing import mix_tensors
+from megatron_real.realloc_ops.execution.packing import mix_tensors
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.megatron

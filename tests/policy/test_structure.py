@@ -110,7 +110,7 @@ import megatron_real.data_plan
 import megatron_real.plan
 import megatron_real.plan_search.presets
 import megatron_real.program
-import megatron_real.realloc_ops.plan
+import megatron_real.realloc_ops.planning.plan
 import megatron_real.timeline
 import megatron_real.trace
 import megatron_real.cli.train

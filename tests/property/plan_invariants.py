@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_real.realloc_ops.buckets import Message, Slice
-from megatron_real.realloc_ops.plan import RankPlan, ReallocPlan
-from megatron_real.realloc_ops.shards import DTYPE_BYTES, Box, ParamTable, Shard
+from megatron_real.realloc_ops.planning.buckets import Message, Slice
+from megatron_real.realloc_ops.planning.plan import RankPlan, ReallocPlan
+from megatron_real.realloc_ops.planning.shards import DTYPE_BYTES, Box, ParamTable, Shard
 
 Array = np.ndarray[Any, Any]
 

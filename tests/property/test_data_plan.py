@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_real.data_plan import CallAssignment, Lengths, balanced_partition, build_transfer_plans
 from megatron_real.dataflow import Call, CallType, Graph, Per, Scope
 from megatron_real.plan import Placement, Plan
-from megatron_real.runtime.data_store import DataStore, message_bytes, pack, unpack
+from megatron_real.runtime.execution.data_store import DataStore, message_bytes, pack, unpack
 from tests.property.strategies import assign_all, graphs, lengths, plans
 
 SEQUENCES = 32

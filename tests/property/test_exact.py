@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_real.plan_search.problem import Limits, SearchProblem, Solution
+from megatron_real.plan_search.kernel import Kernel
+from megatron_real.plan_search.problem import Choice, Limits, SearchProblem, Solution
 from megatron_real.plan_search.strategies import beam, brute, exact
 from megatron_real.plan_search.strategies.bounds import WindowBound
+from megatron_real.plan_search.strategies.floors import Floors
 from megatron_real.plan_search.strategies.orders import distinct_orders
 from megatron_real.plan_search.strategies.packing import Packing
+from megatron_real.plan_search.strategies.placed import Placer
 from megatron_real.plan_search.strategies.reallocs import ReallocFloor
 from megatron_real.plan_search.strategies.rows import Serial
 from megatron_real.plan_search.strategies.tables import Tables
@@ -80,6 +83,72 @@ def test_bounds_hold_below_any_windows(seed: int) -> None:
         pinned = {tables.calls[call].name: tables.tree.windows[windows[call]] for call in placed}
         below = brute.solve(dataclasses.replace(problem, pinned={**problem.pinned, **pinned}), Limits())
         assert bound(partial).seconds <= below.period_s * (1 + ROUNDING)
+
+
+def _streamed_or_not(problem: SearchProblem) -> SearchProblem:
+    """With every option of a copy that is filled in both ways, as the real choices have it."""
+    homes = {problem.graph.home_call(model).name for model in problem.graph.models}
+    filled = {call.name for call in problem.graph.calls if call.model is not None} - homes
+    options = {
+        (name, size): tuple(
+            dataclasses.replace(option, stream=stream)
+            for option in found
+            for stream in ((False, True) if name in filled else (option.stream,))
+        )
+        for (name, size), found in problem.options.items()
+    }
+    return dataclasses.replace(problem, options=options)
+
+
+def _drawn_windows(rng: random.Random, tables: Tables) -> list[int]:
+    """A window for every call, that of another call of its model now and then."""
+    windows: list[int] = []
+    for call, allowed in enumerate(tables.candidates):
+        near = [windows[other] for other in range(call) if tables.home[other] == tables.home[call]]
+        near = [window for window in near if window in allowed]
+        windows.append(rng.choice(near if near and rng.random() < 0.6 else allowed))
+    return windows
+
+
+@pytest.mark.parametrize("seed", range(2000, 2060))
+def test_what_a_leaf_counts_and_removes(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = _streamed_or_not(random_problem(rng, kind=KINDS[seed % len(KINDS)], most=600))
+    tables, bound = _bound_of(problem)
+    if not all(tables.candidates):
+        return
+    serial = Serial(tables)
+    placer, floors = Placer(tables, serial, ReallocFloor(tables)), Floors(tables, serial, Kernel(problem))
+    for _ in range(3):
+        windows = _drawn_windows(rng, tables)
+        leaf = placer.place(windows)
+        meshes = [tables.tree.windows[window] for window in windows]
+        names = [call.name for call in tables.calls]
+        pinned = dataclasses.replace(problem, pinned=dict(zip(names, meshes, strict=True)))
+        best = brute.solve(pinned, Limits()).period_s
+        domains = [list(tables.items[call][tables.tree.size[window]]) for call, window in enumerate(windows)]
+        for call, pair in leaf.prices.items():
+            least = min(item.seconds + pair.floor(pair.sources, item) for item in domains[call])
+            assert pair.joint(pair.sources, domains[call]) == least
+        costs = floors.costs(leaf, domains, best, reallocs=True)
+        assert bound(windows).seconds <= best * (1 + ROUNDING)
+        assert costs.bound <= best * (1 + ROUNDING)
+        for _ in range(4):
+            chosen = [
+                Choice(mesh, rng.choice(domain).option) for mesh, domain in zip(meshes, domains, strict=True)
+            ]
+            assert floors.order_bound(leaf, domains, chosen, costs) <= best * (1 + ROUNDING)
+        if best == math.inf:
+            continue
+        for reallocs in (False, True):
+            costs = floors.costs(leaf, domains, best * (1 + 1e-6), reallocs=reallocs)
+            floors.remove_slow(leaf, domains, costs, reallocs=reallocs)
+        left = {
+            (name, mesh.size): tuple(item.option for item in domain)
+            for name, mesh, domain in zip(names, meshes, domains, strict=True)
+        }
+        again = brute.solve(dataclasses.replace(pinned, options=left), Limits())
+        assert again.period_s == pytest.approx(best, rel=ROUNDING)
 
 
 @pytest.mark.parametrize("seed", range(30))

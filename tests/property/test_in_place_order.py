@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from megatron_real.layout import Layout, Mesh
 from megatron_real.model_shape import ModelShape
 from megatron_real.plan_search.parameters import param_table
-from megatron_real.realloc_ops.buckets import Slice
-from megatron_real.realloc_ops.layer_order import layer_of
-from megatron_real.realloc_ops.plan import STAGING_SLOTS, RankPlan, build_realloc_plan
-from megatron_real.realloc_ops.shards import Box, ParamTable
+from megatron_real.realloc_ops.planning.buckets import Slice
+from megatron_real.realloc_ops.planning.layer_order import layer_of
+from megatron_real.realloc_ops.planning.plan import STAGING_SLOTS, RankPlan, build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import Box, ParamTable
 
 WORLD = 8
 DENSE = ModelShape(

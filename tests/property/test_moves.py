@@ -14,9 +14,9 @@ from megatron_real.layout import Layout, Mesh
 from megatron_real.model_shape import ModelShape
 from megatron_real.plan_search.costs.traffic import Window, realloc_traffic
 from megatron_real.plan_search.parameters import param_table
-from megatron_real.realloc_ops.buckets import Message
-from megatron_real.realloc_ops.plan import build_realloc_plan
-from megatron_real.realloc_ops.shards import Shard
+from megatron_real.realloc_ops.planning.buckets import Message
+from megatron_real.realloc_ops.planning.plan import build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import Shard
 
 WORLD = 16
 DENSE = ModelShape(

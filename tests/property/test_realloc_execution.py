@@ -20,13 +20,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_real.device_memory import MemoryLedger
-from megatron_real.realloc_ops.executor import InPlace, ReallocExecutor
-from megatron_real.realloc_ops.local_shards import LocalShards, local_table
-from megatron_real.realloc_ops.plan import ReallocPlan, build_realloc_plan
-from megatron_real.realloc_ops.segments import SegmentSet
-from megatron_real.realloc_ops.shards import ParamTable
-from megatron_real.realloc_ops.streaming import Arrivals
-from megatron_real.realloc_ops.transports import LocalNetwork
+from megatron_real.realloc_ops.execution.executor import InPlace, ReallocExecutor
+from megatron_real.realloc_ops.execution.streaming import Arrivals
+from megatron_real.realloc_ops.execution.transports import LocalNetwork
+from megatron_real.realloc_ops.planning.plan import ReallocPlan, build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import ParamTable
+from megatron_real.realloc_ops.storage.local_shards import LocalShards, local_table
+from megatron_real.realloc_ops.storage.segments import SegmentSet
 from tests.synthetic_copies import FakeShardedTensor
 
 KEYS = (

@@ -11,10 +11,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from megatron_real.realloc_ops.executor import ReallocExecutor
-from megatron_real.realloc_ops.plan import ReallocOrder, ReallocPlan, build_realloc_plan
-from megatron_real.realloc_ops.shards import Box, ParamTable, Shard, ShardEntry
-from megatron_real.realloc_ops.transports import LocalNetwork
+from megatron_real.realloc_ops.execution.executor import ReallocExecutor
+from megatron_real.realloc_ops.execution.transports import LocalNetwork
+from megatron_real.realloc_ops.planning.plan import ReallocOrder, ReallocPlan, build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import Box, ParamTable, Shard, ShardEntry
 from tests.property.plan_invariants import assert_invariants
 from tests.synthetic_copies import Copy, SyntheticLayout, SyntheticModel, build_copy
 

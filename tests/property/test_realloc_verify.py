@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_real.errors import VerificationError
-from megatron_real.realloc_ops.local_shards import LocalShards, local_table
-from megatron_real.realloc_ops.shards import Box, ParamTable, Shard
-from megatron_real.realloc_ops.transports import LocalNetwork, Pending
-from megatron_real.realloc_ops.verify import Ends, Verifier, VerifyMode
+from megatron_real.realloc_ops.execution.transports import LocalNetwork, Pending
+from megatron_real.realloc_ops.planning.shards import Box, ParamTable, Shard
+from megatron_real.realloc_ops.proof.verify import Ends, Verifier, VerifyMode
+from megatron_real.realloc_ops.storage.local_shards import LocalShards, local_table
 from tests.synthetic_copies import FakeShardedTensor
 
 _NUM_RANKS = 5

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kills
-from megatron_real.runtime.watch import Failure, FailureKind
+from megatron_real.runtime.liveness.watch import Failure, FailureKind
 from tests.e2e.tiny_run import Job
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron_real.backend import Sampling
 from megatron_real.errors import ConfigError
 from megatron_real.hooks.sampling import DrawKey, check_sampling, sample, stops, token_logprobs, uniforms
-from megatron_real.runtime.dataset import ByteTokenizer
+from megatron_real.runtime.data.dataset import ByteTokenizer
 
 KEY = DrawKey(seed=3, call="actor_gen", iteration=5)
 MASK = (1 << 64) - 1

@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_real.plan_search.strategies.packing import MAX_CALLS, Packing, bits
-from megatron_real.plan_search.strategies.reallocs import ReallocFloor
+from megatron_real.plan_search.strategies.reallocs import INFINITY, ReallocFloor
 from megatron_real.plan_search.strategies.rows import Serial
 from megatron_real.plan_search.strategies.tables import Tables
 
-__all__ = ["INFINITY", "Bound", "WindowBound"]
+__all__ = ["Bound", "WindowBound"]
 
-INFINITY = float("inf")
 _MAX_PACKED = 9
 """Most free calls that are packed above placed ones, at every node."""
 
@@ -38,6 +37,16 @@ class Bound(NamedTuple):
     """Infinite: nothing below fits."""
     spread: float
     """Sum over ranks of their load squared, to break ties: even loads leave most room for the calls to come."""
+
+
+class _Group(NamedTuple):
+    """Calls of one model on one window."""
+
+    joints: frozenset[int]
+    """Their joint tasks (see `Serial`)."""
+    window: int
+    seconds: float
+    """What they need beside their runs, to fill copies that they may share."""
 
 
 class WindowBound:
@@ -88,6 +97,9 @@ class WindowBound:
             }
             for call in range(num)
         ]
+        homes = dict.fromkeys(tables.home[call] for call in serial.moved)
+        families = [(home, [call for call in serial.moved if tables.home[call] == home]) for home in homes]
+        self._families = [(home, calls) for home, calls in families if len(calls) > 1]
         everything = (1 << num) - 1
         self._packs = tables.tree.laminar and all(tables.candidates)
         self._root_load = self._load_packing.least(everything) if self._packs and num <= MAX_CALLS else 0.0
@@ -115,7 +127,9 @@ class WindowBound:
         seconds = self._task_seconds(windows, placed, reallocs=reallocs)
         if seconds is None:
             return Bound(INFINITY, INFINITY)
+        groups = self._groups(windows, seconds) if reallocs else []
         area = self._area(windows, placed, seconds)
+        area += sum([group.seconds * self._tables.tree.size[group.window] for group in groups])
         num_ranks = self._tables.tree.num_ranks
         bound = max(self._root_load, area / num_ranks)
         found = self._serial.find(self._overlaps(windows, placed))
@@ -123,9 +137,12 @@ class WindowBound:
             total = 0.0
             for task in row:
                 total += seconds[task]
+            for group in groups:
+                if group.joints.issubset(row):
+                    total += group.seconds
             if total > bound:
                 bound = total
-        bound = max(bound, self._rank_load(windows, placed, seconds))
+        bound = max(bound, self._rank_load(windows, placed, seconds, groups))
         for frame in found.frames:
             if bound >= cutoff:
                 break
@@ -184,6 +201,22 @@ class WindowBound:
                 seconds[joint] = max(seconds[call], pair.least_joint)
         return seconds
 
+    def _groups(self, windows: Windows, seconds: Sequence[float]) -> list[_Group]:
+        """Calls of one model that share a window with each other, and with no call that has none yet."""
+        found = []
+        for home, calls in self._families:
+            by_window: dict[int, list[int]] = {}
+            for call in calls:
+                by_window.setdefault(windows[call], []).append(call)
+            if windows[home] < 0 or -1 in by_window:
+                continue
+            for window, group in by_window.items():
+                if len(group) > 1:
+                    together = self._reallocs.together(group, windows[home], window)
+                    extra = max(0.0, together - sum([seconds[call] for call in group]))
+                    found.append(_Group(frozenset(self._serial.joint[call] for call in group), window, extra))
+        return found
+
     def _may_share(self, call: int, windows: Windows) -> bool:
         """Whether another call may have filled the copy before."""
         tables = self._tables
@@ -241,7 +274,13 @@ class WindowBound:
                 area += (seconds[joint] - seconds[call]) * tables.tree.size[windows[call]]
         return area
 
-    def _rank_load(self, windows: Windows, placed: Sequence[int], seconds: Sequence[float]) -> float:
+    def _rank_load(
+        self,
+        windows: Windows,
+        placed: Sequence[int],
+        seconds: Sequence[float],
+        groups: Sequence[_Group],
+    ) -> float:
         meshes = self._tables.tree.windows
         size = self._tables.tree.size
         best = 0.0
@@ -253,6 +292,9 @@ class WindowBound:
             for call, joint in self._serial.joint.items():
                 if windows[call] >= 0 and start in meshes[windows[call]]:
                     total += seconds[joint] - seconds[call]
+            for group in groups:
+                if start in meshes[group.window]:
+                    total += group.seconds
             best = max(best, total)
         return best
 

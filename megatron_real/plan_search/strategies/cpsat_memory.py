@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_real.plan_search.problem import Choice
 from megatron_real.plan_search.strategies.cpsat_terms import Literal, Terms
-from megatron_real.realloc_ops.plan import STAGING_SLOTS
+from megatron_real.realloc_ops.planning.plan import STAGING_SLOTS
 
 __all__ = ["add_memory", "ranks_to_watch"]
 

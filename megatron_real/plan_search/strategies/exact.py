@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from megatron_real.plan_search.kernel import Kernel
 from megatron_real.plan_search.problem import Choice, Evaluation, Limits, Progress, SearchProblem, Solution
-from megatron_real.plan_search.strategies.bounds import INFINITY, WindowBound
+from megatron_real.plan_search.strategies.bounds import WindowBound
 from megatron_real.plan_search.strategies.leaf import LeafSolver, Part
-from megatron_real.plan_search.strategies.reallocs import ReallocFloor
+from megatron_real.plan_search.strategies.reallocs import INFINITY, ReallocFloor
 from megatron_real.plan_search.strategies.rows import Serial
 from megatron_real.plan_search.strategies.tables import Tables
 

@@ -2,8 +2,8 @@
 
 Depth first over sets of options that are left for each call. `_narrow` removes options that cannot fit beside the least
 of the others, or whose bound reaches the best choice so far; what is left is bounded by its fastest options. If these
-fit together and their period is the bound, the node is done; else a set is split: that of a layout which the
-reallocations depend on, or of the call that fills the fullest rank.
+fit together and their period is the bound, the node is done; else a set is split: that of the call that fills the
+fullest rank, of a layout which the reallocations depend on, or of a call that takes longer than the bound counts.
 
 Invariant (tests/property/test_exact.py): the best of a leaf equals full enumeration.
 """
@@ -11,25 +11,25 @@ Invariant (tests/property/test_exact.py): the best of a leaf equals full enumera
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from megatron_real.plan_search.kernel import Kernel, Seconds
+from megatron_real.plan_search.kernel import Kernel
 from megatron_real.plan_search.problem import Choice, Evaluation
-from megatron_real.plan_search.strategies.bounds import INFINITY
+from megatron_real.plan_search.strategies.floors import Costs, Domains, Floors
 from megatron_real.plan_search.strategies.placed import Order, Placed, Placer
-from megatron_real.plan_search.strategies.reallocs import ReallocFloor
+from megatron_real.plan_search.strategies.reallocs import INFINITY, ReallocFloor
 from megatron_real.plan_search.strategies.rows import Serial
 from megatron_real.plan_search.strategies.tables import Item, Tables
 
 __all__ = ["LeafSolver", "Part", "SearchState"]
 
-Domains = list[list[Item]]
 Part = tuple[float, Domains]
 """Options that are left for each call, and the bound of what can be made of them."""
 _OWN, _KEPT, _FULL, _SHARED = 0, 1, 2, 3
 _ROUNDING = 1e-9
-_FEW_PRICES = 64
-"""Prices of reallocations that may be asked for a sharper bound."""
+
+_Split = tuple[int, list[list[Item]]]
+"""A call, and the parts of its options."""
 
 
 class SearchState(Protocol):
@@ -49,14 +49,6 @@ class SearchState(Protocol):
         """Whether time is up."""
 
 
-class _Costs(NamedTuple):
-    bound: float
-    seconds: list[float]
-    """By task."""
-    slack: list[float]
-    """By task: what it may add before a row reaches the cutoff."""
-
-
 class LeafSolver:
     """Finds the best options of leaves, one after another."""
 
@@ -67,6 +59,7 @@ class LeafSolver:
         self._capacity = tables.problem.capacity_bytes
         self._home_calls = [call for call in range(tables.num_calls) if tables.is_home(call)]
         self._placer = Placer(tables, serial, reallocs)
+        self._floors = Floors(tables, serial, kernel)
 
     def solve(
         self,
@@ -108,7 +101,7 @@ class LeafSolver:
             list(tables.items[call][tables.tree.size[window]]) for call, window in enumerate(windows)
         ]
 
-    def _narrow(self, leaf: Placed, domains: Domains, state: SearchState) -> _Costs | None:
+    def _narrow(self, leaf: Placed, domains: Domains, state: SearchState) -> Costs | None:
         """Remove what cannot be part of a better choice, in place; None if nothing is left."""
         for turn in range(6):
             limits = self._limits(leaf, domains)
@@ -119,11 +112,11 @@ class LeafSolver:
                 return None
             cutoff = state.cutoff
             # First without reallocations: what is removed before they are priced needs no price.
-            costs = self._costs(leaf, domains, cutoff, reallocs=turn > 0)
+            costs = self._floors.costs(leaf, domains, cutoff, reallocs=turn > 0)
             if costs.bound >= cutoff:
                 state.leave_out(costs.bound)
                 return None
-            if self._remove_slow(leaf, domains, costs, reallocs=turn > 0):
+            if self._floors.remove_slow(leaf, domains, costs, reallocs=turn > 0):
                 state.leave_out(cutoff)
                 changed = True
                 if not all(domains):
@@ -184,71 +177,23 @@ class LeafSolver:
                 changed = True
         return changed
 
-    def _costs(self, leaf: Placed, domains: Domains, cutoff: float, *, reallocs: bool) -> _Costs:
-        serial = self._serial
-        seconds = [domain[0].seconds for domain in domains] + [0.0] * (serial.num_tasks - len(domains))
-        for call in serial.moved:
-            joint, alone = seconds[call], 0.0
-            if reallocs and call not in leaf.shared:
-                prices, homes = leaf.prices[call], self._home_layouts(domains, call)
-                joint = prices.joint(homes, domains[call])
-                if len(homes) * len(_layouts(domains[call])) <= _FEW_PRICES:
-                    alone = min([prices.floor(homes, item) for item in domains[call]])
-            seconds[serial.realloc[call]] = alone
-            seconds[serial.joint[call]] = joint
-        slack = [INFINITY] * len(seconds)
-        bound = 0.0
-        for row in leaf.rows:
-            total = 0.0
-            for task in row:
-                total += seconds[task]
-            bound = max(bound, total)
-            for task in row:
-                slack[task] = min(slack[task], cutoff - total)
-        loads = [min([item.load_s for item in domain]) for domain in domains]
-        for calls, _, moves in leaf.meetings:
-            total = sum([loads[call] for call in calls])
-            total += sum([seconds[task] for task in moves])
-            # A joint task counts its call, which is counted already.
-            total -= sum([seconds[call] for call in calls if serial.joint.get(call) in moves])
-            bound = max(bound, total)
-        return _Costs(bound, seconds, slack)
-
-    def _home_layouts(self, domains: Domains, call: int) -> set[int]:
-        return {item.layout for item in domains[self._tables.home[call]]}
-
-    def _remove_slow(self, leaf: Placed, domains: Domains, costs: _Costs, *, reallocs: bool) -> bool:
-        changed = False
-        for call, domain in enumerate(domains):
-            limit = costs.seconds[call] + costs.slack[call]
-            left = [item for item in domain if item.seconds < limit]
-            joint = self._serial.joint.get(call)
-            if reallocs and joint is not None and call not in leaf.shared:
-                homes = self._home_layouts(domains, call)
-                if homes and len(homes) * len(_layouts(left)) <= _FEW_PRICES:
-                    limit = costs.seconds[joint] + costs.slack[joint]
-                    floor = leaf.prices[call].floor
-                    left = [item for item in left if item.seconds + floor(homes, item) < limit]
-            if len(left) < len(domain):
-                domains[call] = left
-                changed = True
-        return changed
-
     def _candidate(self, leaf: Placed, domains: Domains) -> list[Item]:
-        """The fastest option of every call, and of each model the layouts that are fastest together."""
-        chosen = [domain[0] for domain in domains]
+        """The option of least load of every call, and of each model the layouts that take least together."""
+        chosen = [min(domain, key=_load) for domain in domains]
         for home in self._home_calls:
             others = [call for call in self._serial.moved if self._tables.home[call] == home]
             if not others:
                 continue
             best = INFINITY
             seen = set()
-            for item in domains[home]:
-                if item.seconds >= best or item.layout in seen:
+            for item in sorted(domains[home], key=_load):
+                if item.load_s >= best:
+                    break
+                if item.layout in seen:
                     continue
                 seen.add(item.layout)
                 picks = [self._fastest_from(leaf, item, call, domains[call]) for call in others]
-                total = item.seconds + sum([seconds for seconds, _ in picks])
+                total = item.load_s + sum([seconds for seconds, _ in picks])
                 if total < best:
                     best = total
                     chosen[home] = item
@@ -259,19 +204,17 @@ class LeafSolver:
     def _fastest_from(
         self, leaf: Placed, home: Item, call: int, domain: Sequence[Item]
     ) -> tuple[float, Item]:
-        """The option that is fastest with its reallocation from `home`."""
+        """The option that is fastest with its reallocation from `home`, or its part of a shared one."""
         best, pick = INFINITY, domain[0]
         for item in domain:
             if item.seconds >= best:
                 break
-            total = item.seconds + leaf.prices[call].price(home.layout, item)
+            total = item.seconds + leaf.prices[call].price(home.layout, item) / leaf.sharing.get(call, 1)
             if total < best:
                 best, pick = total, item
         return best, pick
 
-    def _branch(
-        self, leaf: Placed, domains: Domains, costs: _Costs, state: SearchState
-    ) -> list[tuple[float, Domains]]:
+    def _branch(self, leaf: Placed, domains: Domains, costs: Costs, state: SearchState) -> list[Part]:
         """Try the candidate; the parts that are left, the promising one first."""
         chosen = self._candidate(leaf, domains)
         final = all(len(domain) == 1 for domain in domains)
@@ -282,24 +225,21 @@ class LeafSolver:
             if period is None:
                 return []
             if period > bound * (1 + _ROUNDING) and not final:
-                bound = max(bound, self._order_bound(leaf, domains, chosen, costs))
+                choices = self._choices(leaf, chosen)
+                bound = max(bound, self._floors.order_bound(leaf, domains, choices, costs))
                 if bound >= state.cutoff:
                     state.leave_out(bound)
                     return []
         if final:
             return []
-        parts = self._split_layouts(leaf, domains, chosen, costs)
-        if parts is None:
-            call, kind = full if full is not None else (-1, _OWN)
-            if call < 0 or len(domains[call]) == 1:
-                call = max(range(len(domains)), key=lambda call: len(domains[call]))
-            parts = [(call, part) for part in self._halves(domains[call], chosen[call], kind)]
-        children = []
-        for call, part in parts:
-            child = [*domains]
-            child[call] = part
-            children.append((bound, child))
-        return children
+        call, parts = (
+            self._split_layouts(leaf, domains, chosen, costs)
+            or self._split_bytes(domains, chosen, full)
+            or self._split_times(domains, chosen, costs)
+            or self._split_kinds(leaf, domains, chosen)
+            or self._split_longest(domains, chosen)
+        )
+        return [(bound, [*domains[:call], part, *domains[call + 1 :]]) for part in parts]
 
     def _try(
         self, leaf: Placed, chosen: Sequence[Item], bound: float, state: SearchState, *, final: bool
@@ -327,51 +267,64 @@ class LeafSolver:
             Choice(windows[window], item.option) for window, item in zip(leaf.windows, chosen, strict=True)
         ]
 
-    def _order_bound(self, leaf: Placed, domains: Domains, chosen: Sequence[Item], costs: _Costs) -> float:
-        """The least period under any order if everything takes its least seconds; 0 if the steps may differ."""
-        if not leaf.all_orders:
-            return 0.0
-        seconds: list[Seconds] = []
-        for call, domain in enumerate(domains):
-            moved = call in self._serial.realloc
-            if moved and call in leaf.shared:
-                return 0.0
-            if not self._tables.alone[call] and self._steps_differ(domains, call):
-                return 0.0
-            floor = costs.seconds[self._serial.realloc[call]] if moved else 0.0
-            moves = [self._tables.moves(call, item.option) for item in domain]
-            back, away, state_back, state_away = map(min, zip(*moves, strict=True))
-            seconds.append((costs.seconds[call], floor, back, away, 0.0, state_back, state_away))
-        choices = self._choices(leaf, chosen)
-        return min([self._kernel.period_with(choices, order, seconds) for order in leaf.orders])
-
-    def _steps_differ(self, domains: Domains, call: int) -> bool:
-        """Whether the options that are left of a call make other steps than each other, in other places."""
-        tables = self._tables
-        if tables.may_be_stored[call] or len({item.option.offload for item in domains[call]}) > 1:
-            return True
-        # A dropped home stays until the streamed call has ended.
-        streams = {item.option.stream for item in domains[call]}
-        drops = {item.option.drop_trained_weights for item in domains[tables.home[call]]}
-        return True in streams and True in drops and len(streams) + len(drops) > 2
-
     def _split_layouts(
-        self, leaf: Placed, domains: Domains, chosen: Sequence[Item], costs: _Costs
-    ) -> list[tuple[int, list[Item]]] | None:
+        self, leaf: Placed, domains: Domains, chosen: Sequence[Item], costs: Costs
+    ) -> _Split | None:
         """By the layout of a home copy, where the bound takes a reallocation for cheaper than it can be."""
         for call in self._serial.moved:
             home = self._tables.home[call]
-            price = leaf.prices[call].price(chosen[home].layout, chosen[call])
-            taken = costs.seconds[home] + costs.seconds[self._serial.joint[call]]
-            real = chosen[home].seconds + chosen[call].seconds + price
+            sharing = leaf.sharing.get(call, 1)
+            price = leaf.prices[call].price(chosen[home].layout, chosen[call]) / sharing
+            taken = costs.loads[home] + costs.seconds[self._serial.joint[call]]
+            for task, group in enumerate(leaf.groups, self._serial.num_tasks):
+                taken += costs.seconds[task] / sharing if call in group else 0.0
+            real = chosen[home].load_s + chosen[call].seconds + price
             layouts = dict.fromkeys(item.layout for item in domains[home])
             if len(layouts) > 1 and real > taken * (1 + _ROUNDING):
                 first = chosen[home].layout
-                return [
-                    (home, [item for item in domains[home] if item.layout == layout])
-                    for layout in sorted(layouts, key=lambda layout: layout != first)
-                ]
+                ranked = sorted(layouts, key=lambda layout: layout != first)
+                return home, [[item for item in domains[home] if item.layout == layout] for layout in ranked]
         return None
+
+    def _split_bytes(
+        self, domains: Domains, chosen: Sequence[Item], full: tuple[int, int] | None
+    ) -> _Split | None:
+        """By what a call holds of a rank that is too full."""
+        if full is None or len(domains[full[0]]) == 1:
+            return None
+        call, kind = full
+        return call, self._halves(domains[call], chosen[call], kind)
+
+    def _split_times(self, domains: Domains, chosen: Sequence[Item], costs: Costs) -> _Split | None:
+        """By what a call takes longer than the bound counts, in its run or on its ranks."""
+        gap, call, takes = max(
+            [
+                (takes(chosen[call]) - least[call], call, takes)
+                for takes, least in ((_seconds, costs.seconds), (_load, costs.loads))
+                for call in range(len(domains))
+            ],
+            key=lambda one: one[0],
+        )
+        limit = takes(chosen[call]) - gap / 2
+        less = [item for item in domains[call] if takes(item) <= limit]
+        more = [item for item in domains[call] if takes(item) > limit]
+        return (call, [less, more]) if less and more else None
+
+    def _split_kinds(self, leaf: Placed, domains: Domains, chosen: Sequence[Item]) -> _Split | None:
+        """By what decides on the steps of an iteration: then their order tells more."""
+        for call, domain in enumerate(domains):
+            if self._tables.alone[call]:
+                continue
+            shared = call in leaf.shared
+            mine = _kind(chosen[call], shared=shared)
+            same = [item for item in domain if _kind(item, shared=shared) == mine]
+            if len(same) < len(domain):
+                return call, [same, [item for item in domain if _kind(item, shared=shared) != mine]]
+        return None
+
+    def _split_longest(self, domains: Domains, chosen: Sequence[Item]) -> _Split:
+        call = max(range(len(domains)), key=lambda call: len(domains[call]))
+        return call, self._halves(domains[call], chosen[call], _OWN)
 
     def _fullest(self, leaf: Placed, domains: Domains, chosen: Sequence[Item]) -> tuple[int, int] | None:
         """The call that could give up most bytes on a rank that is over its capacity under every order, and which.
@@ -411,8 +364,17 @@ class LeafSolver:
         return [small, large]
 
 
-def _layouts(items: Sequence[Item]) -> set[int]:
-    return {item.layout for item in items}
+def _seconds(item: Item) -> float:
+    return item.seconds
+
+
+def _load(item: Item) -> float:
+    return item.load_s
+
+
+def _kind(item: Item, *, shared: bool) -> tuple[object, ...]:
+    option = item.option
+    return option.offload, option.drop_trained_weights, option.stream, item.layout if shared else None
 
 
 def _bytes(item: Item, kind: int) -> int:

@@ -35,6 +35,7 @@ class Placed(NamedTuple):
 
     windows: tuple[int, ...]
     rows: tuple[tuple[int, ...], ...]
+    """Of tasks (see `Serial`), then of groups."""
     meetings: tuple[Meeting, ...]
     largest: tuple[Meeting, ...]
     """Those whose calls are not all part of another one."""
@@ -48,6 +49,13 @@ class Placed(NamedTuple):
     """What the orders follow from: calls that cannot change places, and a ranking."""
     shared: frozenset[int]
     """Calls whose copy another call may have filled."""
+    shared_joints: frozenset[int]
+    """Their joint tasks."""
+    sharing: dict[int, int]
+    """How many calls the group of each of these has."""
+    groups: tuple[tuple[int, ...], ...]
+    """Calls of one model on one window. Each group has a task more, numbered on from `Serial.num_tasks`, in the rows
+    and meetings that all of them are in: what they need to fill their copies."""
 
 
 class Placer:
@@ -73,16 +81,20 @@ class Placer:
             sum(1 << other for other in calls if other != call and meshes[call].overlaps(meshes[other]))
             for call in calls
         )
-        meetings = self._meetings(windows)
+        groups = self._groups(windows)
         prices = {
             call: self._reallocs.pair(call, windows[tables.home[call]], windows[call])
             for call in self._serial.moved
         }
         kind = self._kind(windows, overlaps)
         orders, complete = self.orders(kind, _FIRST_ORDERS)
+        meetings = tuple(
+            one._replace(moves=self._with_groups(one.moves, groups)) for one in self._meetings(windows)
+        )
+        shared = frozenset(call for group in groups for call in group)
         return Placed(
             windows=tuple(windows),
-            rows=self._serial.find(overlaps).rows,
+            rows=tuple(self._with_groups(row, groups) for row in self._serial.find(overlaps).rows),
             meetings=meetings,
             largest=tuple(
                 one for one in meetings if not any(set(one.calls) < set(other.calls) for other in meetings)
@@ -91,7 +103,10 @@ class Placer:
             orders=orders,
             all_orders=complete,
             kind=kind,
-            shared=frozenset(call for call in self._serial.moved if self._may_share(call, windows)),
+            shared=shared,
+            shared_joints=frozenset(self._serial.joint[call] for call in shared),
+            sharing={call: len(group) for group in groups for call in group},
+            groups=groups,
         )
 
     def _meetings(self, windows: Sequence[int]) -> tuple[Meeting, ...]:
@@ -108,12 +123,20 @@ class Placer:
             found[calls] = Meeting(calls, tuple(call for call in calls if tables.is_home(call)), moves)
         return tuple(found.values())
 
-    def _may_share(self, call: int, windows: Sequence[int]) -> bool:
-        home = self._tables.home
-        return any(
-            other != call and home[other] == home[call] and windows[other] == windows[call]
-            for other in self._serial.moved
-        )
+    def _groups(self, windows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        found: dict[tuple[int, int], list[int]] = {}
+        for call in self._serial.moved:
+            found.setdefault((self._tables.home[call], windows[call]), []).append(call)
+        return tuple(tuple(calls) for calls in found.values() if len(calls) > 1)
+
+    def _with_groups(self, tasks: tuple[int, ...], groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        joint = self._serial.joint
+        here = [
+            number
+            for number, group in enumerate(groups, self._serial.num_tasks)
+            if all(joint[call] in tasks for call in group)
+        ]
+        return (*tasks, *here)
 
     def orders(
         self, kind: tuple[tuple[int, ...], Order], most: int = _ALL_ORDERS

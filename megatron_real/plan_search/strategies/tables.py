@@ -233,7 +233,7 @@ class Tables:
         items = [self._item(call, option) for option in kept]
         capacity = self.problem.capacity_bytes
         items = [item for item in items if min(item.own, item.shared) <= capacity]
-        return sorted(items, key=lambda item: (item.seconds, item.own))
+        return sorted(items, key=lambda item: (item.seconds, item.load_s, item.own))
 
     def _serves(self, call: int, option: Option) -> tuple[object, ...]:
         """Options of one class can stand in for each other."""

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 from megatron_real.errors import ConfigError
 from megatron_real.hooks import tokenizer as hooked
 from megatron_real.hooks.tokenizer import build_tokenizer
-from megatron_real.runtime.dataset import ByteTokenizer
+from megatron_real.runtime.data.dataset import ByteTokenizer
 
 pytestmark = pytest.mark.megatron
 

@@ -85,6 +85,29 @@ def test_the_price_of_a_reallocation_counts_where_it_cannot_be_avoided() -> None
     assert cheaper.period_s == 6 + 1 + 1 + 4, "the copy of the training generates"
 
 
+def test_a_streamed_reallocation_counts_what_it_adds_though_its_call_takes_as_long() -> None:
+    seconds = {("gen", 1): 5.0, ("ref", 2): 1.0, ("score", 2): 1.0, ("train_a", 2): 4.0}
+    problem = _problem("grpo", seconds, price=2.0)
+    (plain,) = problem.options["gen", 1]
+    streamed = dataclasses.replace(plain, stream=True, first_share=0.5, first_pass_s=5.0)
+    problem = dataclasses.replace(problem, options={**problem.options, ("gen", 1): (plain, streamed)})
+    assert exact.solve(problem, Limits()).period_s == 0.5 * 2 + 5 + 1 + 1 + 4
+    tables = Tables(problem)
+    bound = WindowBound(tables, Serial(tables), ReallocFloor(tables))
+    number = tables.tree.number
+    windows = [number[Mesh(0, 1)] if call.name == "gen" else number[Mesh(0, 2)] for call in tables.calls]
+    assert bound(windows).seconds == 0.5 * 2 + 5 + 1 + 1 + 4
+
+
+def test_generations_on_one_window_fill_their_copy_once() -> None:
+    # Both generate on one device from the copy of a training on both, which takes 2 s to bring there.
+    seconds = {("gen", 1): 5.0, ("greedy", 1): 6.0, ("train_a", 2): 4.0}
+    tables = Tables(_problem("two generations", seconds, price=2.0))
+    bound = WindowBound(tables, Serial(tables), ReallocFloor(tables))
+    windows = [tables.tree.number[mesh] for mesh in (Mesh(0, 1), Mesh(0, 1), Mesh(0, 2))]
+    assert bound(windows).seconds == 2 + 5 + 6 + 4
+
+
 def test_generations_take_turns_where_each_waits_for_the_copy_of_the_other() -> None:
     # Each generates on one device, from the copy of a training on both: it is filled when the other one is done.
     seconds = {("gen", 1): 5.0, ("greedy", 1): 6.0, ("train_a", 2): 4.0}

@@ -20,7 +20,7 @@ from megatron_real.plan_search.parameters import (
     separate_experts,
     stage_parameters,
 )
-from megatron_real.realloc_ops.shards import Box
+from megatron_real.realloc_ops.planning.shards import Box
 
 DENSE = ModelShape(
     num_layers=4,

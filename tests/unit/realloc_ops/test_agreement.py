@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_real.errors import CapacityError, PeerError
-from megatron_real.realloc_ops.agreement import Claim, find_culprit
+from megatron_real.realloc_ops.proof.agreement import Claim, find_culprit
 
 
 def _late(peer: int) -> Claim:

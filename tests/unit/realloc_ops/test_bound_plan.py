@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_real.realloc_ops.bound_plan import Binder, BoundPlan, shard_waves
-from megatron_real.realloc_ops.packing import Staging
-from megatron_real.realloc_ops.plan import RankPlan, ReallocPlan, build_realloc_plan
-from megatron_real.realloc_ops.shards import ParamTable, Shard
+from megatron_real.realloc_ops.execution.bound_plan import Binder, BoundPlan, shard_waves
+from megatron_real.realloc_ops.execution.packing import Staging
+from megatron_real.realloc_ops.planning.plan import RankPlan, ReallocPlan, build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import ParamTable, Shard
 from tests.synthetic_copies import Copy, SyntheticLayout, SyntheticModel, build_copy
 
 _MODEL = SyntheticModel(layers=6, hidden=16, ffn=32, tied=True)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_real.errors import PlanError
-from megatron_real.realloc_ops.buckets import Slice, cut_range, fill_messages
-from megatron_real.realloc_ops.shards import Box
+from megatron_real.realloc_ops.planning.buckets import Slice, cut_range, fill_messages
+from megatron_real.realloc_ops.planning.shards import Box
 
 
 def _slice(order: int, shape: tuple[int, ...], itemsize_bytes: int) -> Slice:

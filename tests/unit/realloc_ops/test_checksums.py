@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_real.realloc_ops.checksums import blocks_of, sum_of
-from megatron_real.realloc_ops.shards import Box
+from megatron_real.realloc_ops.planning.shards import Box
+from megatron_real.realloc_ops.proof.checksums import blocks_of, sum_of
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
 

@@ -9,11 +9,11 @@ import torch
 
 from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import CapacityError, ConfigError, PeerError, PlanError, RealError
-from megatron_real.realloc_ops.executor import ReallocExecutor
-from megatron_real.realloc_ops.local_shards import LocalShards, local_table
-from megatron_real.realloc_ops.plan import ReallocPlan, build_realloc_plan
-from megatron_real.realloc_ops.shards import ParamTable
-from megatron_real.realloc_ops.transports import LocalNetwork, Parcel
+from megatron_real.realloc_ops.execution.executor import ReallocExecutor
+from megatron_real.realloc_ops.execution.transports import LocalNetwork, Parcel
+from megatron_real.realloc_ops.planning.plan import ReallocPlan, build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import ParamTable
+from megatron_real.realloc_ops.storage.local_shards import LocalShards, local_table
 from tests.synthetic_copies import FakeShardedTensor
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_real.errors import CapacityError, RealError
-from megatron_real.realloc_ops import host_memory
-from megatron_real.realloc_ops.host_memory import (
+from megatron_real.realloc_ops.storage import host_memory
+from megatron_real.realloc_ops.storage.host_memory import (
     HostBuffer,
     HostCopier,
     SharedBlock,

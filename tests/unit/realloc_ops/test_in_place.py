@@ -10,11 +10,11 @@ import torch
 
 from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import CapacityError, PlanError, RealError
-from megatron_real.realloc_ops.executor import InPlace, ReallocExecutor
-from megatron_real.realloc_ops.plan import ReallocPlan, build_realloc_plan
-from megatron_real.realloc_ops.segments import Segment, SegmentSet
-from megatron_real.realloc_ops.shards import ParamTable
-from megatron_real.realloc_ops.transports import LocalNetwork
+from megatron_real.realloc_ops.execution.executor import InPlace, ReallocExecutor
+from megatron_real.realloc_ops.execution.transports import LocalNetwork
+from megatron_real.realloc_ops.planning.plan import ReallocPlan, build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import ParamTable
+from megatron_real.realloc_ops.storage.segments import Segment, SegmentSet
 from tests.synthetic_copies import Copy, SyntheticLayout, SyntheticModel, build_copy
 
 MODEL = SyntheticModel(layers=40, hidden=16, ffn=16, vocab=32)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_real.realloc_ops.layer_order import layer_of, level_order
-from megatron_real.realloc_ops.shards import Box
+from megatron_real.realloc_ops.planning.layer_order import layer_of, level_order
+from megatron_real.realloc_ops.planning.shards import Box
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])

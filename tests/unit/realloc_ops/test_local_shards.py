@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_real.errors import PlanError, RealError
-from megatron_real.realloc_ops.local_shards import LocalShards, ShardedTensorLike, local_table
-from megatron_real.realloc_ops.shards import Box, Shard, ShardEntry
+from megatron_real.realloc_ops.planning.shards import Box, Shard, ShardEntry
+from megatron_real.realloc_ops.storage.local_shards import LocalShards, ShardedTensorLike, local_table
 from tests.synthetic_copies import FakeShardedTensor
 
 

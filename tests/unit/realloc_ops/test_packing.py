@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_real.realloc_ops import packing
-from megatron_real.realloc_ops.buckets import Message, Slice
-from megatron_real.realloc_ops.packing import Direction, Staging, mix_tensors
-from megatron_real.realloc_ops.shards import Box
+from megatron_real.realloc_ops.execution import packing
+from megatron_real.realloc_ops.execution.packing import Direction, Staging, mix_tensors
+from megatron_real.realloc_ops.planning.buckets import Message, Slice
+from megatron_real.realloc_ops.planning.shards import Box
 
 _CPU = torch.device("cpu")
 _LIMIT_BYTES = 2 * 48

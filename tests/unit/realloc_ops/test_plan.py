@@ -10,8 +10,8 @@ import time
 import pytest
 
 from megatron_real.errors import PlanError
-from megatron_real.realloc_ops.plan import build_realloc_plan
-from megatron_real.realloc_ops.shards import Box, ParamTable, ShardEntry
+from megatron_real.realloc_ops.planning.plan import build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import Box, ParamTable, ShardEntry
 
 
 def _rows(held: dict[int, tuple[int, int]], *, key: str = "w", rows: int = 4) -> ParamTable:

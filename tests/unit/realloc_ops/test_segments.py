@@ -5,7 +5,7 @@ import torch
 
 from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import CapacityError, PlanError, RealError
-from megatron_real.realloc_ops.segments import BufferSegments, SegmentSet, layer_group
+from megatron_real.realloc_ops.storage.segments import BufferSegments, SegmentSet, layer_group
 
 
 class _Model(torch.nn.Module):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_real.errors import PlanError
-from megatron_real.realloc_ops.shards import Box, ParamTable, Shard, ShardEntry, require_same_tensors
+from megatron_real.realloc_ops.planning.shards import Box, ParamTable, Shard, ShardEntry, require_same_tensors
 
 
 def _points(box: Box) -> list[tuple[int, ...]]:

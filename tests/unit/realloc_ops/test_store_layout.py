@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_real.errors import PlanError
-from megatron_real.realloc_ops.plan import build_realloc_plan
-from megatron_real.realloc_ops.shards import Box, ParamTable, ShardEntry, TensorSpec
-from megatron_real.realloc_ops.store_layout import nodes_of, store_bytes, store_offsets, store_table
+from megatron_real.realloc_ops.planning.plan import build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import Box, ParamTable, ShardEntry, TensorSpec
+from megatron_real.realloc_ops.planning.store_layout import nodes_of, store_bytes, store_offsets, store_table
 
 _DTYPES = ("float32", "bfloat16", "uint8")
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megatron_real.errors import PeerError, PlanError, RealError
-from megatron_real.realloc_ops.executor import InPlace, ReallocExecutor
-from megatron_real.realloc_ops.local_shards import LocalShards, local_table
-from megatron_real.realloc_ops.plan import build_realloc_plan
-from megatron_real.realloc_ops.shards import ParamTable
-from megatron_real.realloc_ops.streaming import Arrivals, WaveCounter
-from megatron_real.realloc_ops.transports import Exchange, LocalNetwork, Parcel, Pending, Turns
+from megatron_real.realloc_ops.execution.executor import InPlace, ReallocExecutor
+from megatron_real.realloc_ops.execution.streaming import Arrivals, WaveCounter
+from megatron_real.realloc_ops.execution.transports import Exchange, LocalNetwork, Parcel, Pending, Turns
+from megatron_real.realloc_ops.planning.plan import build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import ParamTable
+from megatron_real.realloc_ops.storage.local_shards import LocalShards, local_table
 from tests.synthetic_copies import FakeShardedTensor, expected_values
 
 _LAYERS = 4

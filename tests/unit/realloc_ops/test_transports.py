@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from megatron_real.realloc_ops.transports import LocalNetwork, Parcel, Turns
+from megatron_real.realloc_ops.execution.transports import LocalNetwork, Parcel, Turns
 
 _WAIT_S = 5.0
 

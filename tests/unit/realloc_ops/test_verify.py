@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from megatron_real.errors import PlanError, VerificationError
-from megatron_real.realloc_ops.delivery import verified_steps
-from megatron_real.realloc_ops.executor import ReallocExecutor
-from megatron_real.realloc_ops.local_shards import local_table
-from megatron_real.realloc_ops.plan import build_realloc_plan
-from megatron_real.realloc_ops.shards import ParamTable
-from megatron_real.realloc_ops.transports import LocalNetwork, Pending
-from megatron_real.realloc_ops.tree import Tree
-from megatron_real.realloc_ops.verify import Ends, Verifier, VerifyMode, participants_of
+from megatron_real.realloc_ops.execution.executor import ReallocExecutor
+from megatron_real.realloc_ops.execution.transports import LocalNetwork, Pending
+from megatron_real.realloc_ops.planning.plan import build_realloc_plan
+from megatron_real.realloc_ops.planning.shards import ParamTable
+from megatron_real.realloc_ops.proof.delivery import verified_steps
+from megatron_real.realloc_ops.proof.tree import Tree
+from megatron_real.realloc_ops.proof.verify import Ends, Verifier, VerifyMode, participants_of
+from megatron_real.realloc_ops.storage.local_shards import local_table
 from tests.synthetic_copies import Copy, FakeShardedTensor, SyntheticLayout, SyntheticModel, build_copy
 
 _MODEL = SyntheticModel(layers=2, hidden=8, ffn=16, tied=True)

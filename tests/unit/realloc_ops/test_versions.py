@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_real.errors import RealError
-from megatron_real.realloc_ops.versions import VersionStamp
+from megatron_real.realloc_ops.proof.versions import VersionStamp
 
 
 def test_a_finished_update_advances() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_real.backend import Goal
 from megatron_real.errors import ConfigError
-from megatron_real.runtime.best import Best, BestCheckpoint, recover
+from megatron_real.runtime.evaluation.best import Best, BestCheckpoint, recover
 
 
 class Killed(Exception):

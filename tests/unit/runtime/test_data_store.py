@@ -8,7 +8,7 @@ import torch
 from megatron_real.data_plan import Lengths, Message
 from megatron_real.dataflow import Call, CallType, Graph, KeySpec, Per
 from megatron_real.errors import RealError
-from megatron_real.runtime.data_store import DataStore, message_bytes, pack, unpack
+from megatron_real.runtime.execution.data_store import DataStore, message_bytes, pack, unpack
 
 GRAPH = Graph(
     name="g",

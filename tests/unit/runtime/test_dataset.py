@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_real.errors import ConfigError
-from megatron_real.runtime.dataset import Dataset, Record
+from megatron_real.runtime.data.dataset import Dataset, Record
 
 
 def records(count: int) -> list[Record]:

@@ -9,8 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from megatron_real.errors import ConfigError
-from megatron_real.runtime.dataset import ByteTokenizer, Dataset, DatasetOptions
-from megatron_real.runtime.dataset_readers import read_lines
+from megatron_real.runtime.data.dataset import ByteTokenizer, Dataset, DatasetOptions
+from megatron_real.runtime.data.readers import read_lines
 
 ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_real.dataflow import DataKind
 from megatron_real.errors import ConfigError
-from megatron_real.runtime.dataset import ByteTokenizer, Dataset, DatasetOptions
+from megatron_real.runtime.data.dataset import ByteTokenizer, Dataset, DatasetOptions
 
 END = ByteTokenizer.end_token
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"

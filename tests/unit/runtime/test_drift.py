@@ -17,8 +17,8 @@ from megatron_real.algorithms.graphs import ppo_graph
 from megatron_real.plan import ClusterSpec, Predicted
 from megatron_real.plan_search.presets import split
 from megatron_real.program import Program, compile_program
-from megatron_real.runtime.drift import CuSum, DriftMonitor, Priced, PricedLengths, other_workload
-from megatron_real.runtime.metrics import (
+from megatron_real.runtime.reports.drift import CuSum, DriftMonitor, Priced, PricedLengths, other_workload
+from megatron_real.runtime.reports.metrics import (
     RESPONSE,
     SECONDS,
     IterationRecorder,

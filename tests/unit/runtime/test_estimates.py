@@ -14,7 +14,7 @@ from megatron_real.algorithms.preference_losses import RewardObjective
 from megatron_real.backend import KEPT
 from megatron_real.batch import Batch
 from megatron_real.dataflow import Per
-from megatron_real.runtime.estimates import Estimate, Measured, Sums, mean_of
+from megatron_real.runtime.evaluation.estimates import Estimate, Measured, Sums, mean_of
 
 
 def _batch(lengths: list[int], kept: list[float] | None = None) -> Batch:

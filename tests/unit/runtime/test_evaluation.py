@@ -8,7 +8,7 @@ from megatron_real.algorithms import graphs
 from megatron_real.backend import Goal
 from megatron_real.dataflow import Graph
 from megatron_real.errors import PlanError
-from megatron_real.runtime.evaluation import EvaluationConfig, evaluated_calls
+from megatron_real.runtime.evaluation.evaluator import EvaluationConfig, evaluated_calls
 
 REWARD = Goal(metric="reward")
 

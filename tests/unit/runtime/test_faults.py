@@ -11,7 +11,7 @@ from megatron_real.errors import ConfigError
 from megatron_real.plan import ClusterSpec
 from megatron_real.plan_search.presets import split
 from megatron_real.program import compile_program
-from megatron_real.runtime.faults import (
+from megatron_real.runtime.liveness.faults import (
     Action,
     Fault,
     FaultInjector,

@@ -15,12 +15,12 @@ from megatron_real.errors import ConfigError, PeerError
 from megatron_real.plan import ClusterSpec
 from megatron_real.plan_search.presets import symmetric
 from megatron_real.program import compile_program
-from megatron_real.runtime.display import Display, iteration_line, position_table, rank_ranges
-from megatron_real.runtime.liveness import is_communication_error
-from megatron_real.runtime.master import Master
-from megatron_real.runtime.progress import Position
-from megatron_real.runtime.publication import agree_on_program, agreement_text
-from megatron_real.runtime.reports import IterationMetrics, MetricsPublisher
+from megatron_real.runtime.liveness.heartbeats import is_communication_error
+from megatron_real.runtime.liveness.progress import Position
+from megatron_real.runtime.liveness.publication import agree_on_program, agreement_text
+from megatron_real.runtime.reports.display import Display, iteration_line, position_table, rank_ranges
+from megatron_real.runtime.reports.master import Master
+from megatron_real.runtime.reports.reports import IterationMetrics, MetricsPublisher
 
 
 def test_ranks_agree_on_a_program() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_real.errors import ConfigError
-from megatron_real.runtime.metrics import MetricsWriter, flatten, fold, goal_value, read_metrics
+from megatron_real.runtime.reports.metrics import MetricsWriter, flatten, fold, goal_value, read_metrics
 
 
 def test_flattens_by_call() -> None:

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from megatron_real.runtime.processes import ProcessId, ProcessState
-from megatron_real.runtime.progress import Position, Progress, ProgressView
+from megatron_real.runtime.liveness.processes import ProcessId, ProcessState
+from megatron_real.runtime.liveness.progress import Position, Progress, ProgressView
 
 
 def test_positions() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_real.errors import ConfigError
 from megatron_real.reward_worker import Failure, FunctionCall
-from megatron_real.runtime.reward_pool import RewardPool
+from megatron_real.runtime.rewards.pool import RewardPool
 from tests.unit.runtime.test_rewards import FUNCTIONS, missing, samples, score
 
 
@@ -90,7 +90,7 @@ def test_a_process_loads_no_torch_and_does_not_run_the_main_script(tmp_path: Pat
         f"import time\nfrom pathlib import Path\n"
         f"with Path({str(tmp_path / 'runs')!r}).open('a') as file: file.write('run')\n"
         "from megatron_real.reward_worker import FunctionCall\n"
-        "from megatron_real.runtime.reward_pool import RewardPool\n"
+        "from megatron_real.runtime.rewards.pool import RewardPool\n"
         f"pool = RewardPool([{FUNCTIONS + ':has_torch'!r}], 1)\n"
         "call = FunctionCall(function=0, is_async=False, ids=(0,), prompts=('',), responses=('',), columns={})\n"
         "print(pool.run([call], timeout_s=30, deadline=time.monotonic() + 30))\npool.close()\n"
@@ -109,7 +109,7 @@ def test_processes_die_with_their_rank(response: str) -> None:
         [
             *(sys.executable, "-c"),
             "import time, sys\nfrom megatron_real.reward_worker import FunctionCall\n"
-            "from megatron_real.runtime.reward_pool import RewardPool\n"
+            "from megatron_real.runtime.rewards.pool import RewardPool\n"
             f"pool = RewardPool([{FUNCTIONS + ':act'!r}], 1)\n"
             "call = [FunctionCall(function=0, is_async=False, ids=(0,), prompts=('',), responses=(r,), columns={})"
             f" for r in ('1', {response!r})]\n"

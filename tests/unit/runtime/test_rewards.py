@@ -19,9 +19,14 @@ import torch
 from megatron_real.backend import Samples
 from megatron_real.errors import ConfigError
 from megatron_real.reward_worker import Late, limited
-from megatron_real.runtime import rewards as rewards_module
-from megatron_real.runtime.reward_options import RewardOptions
-from megatron_real.runtime.rewards import RewardFunctions, RewardLimits, load_function, reward_metrics
+from megatron_real.runtime.rewards import functions as rewards_module
+from megatron_real.runtime.rewards.functions import (
+    RewardFunctions,
+    RewardLimits,
+    load_function,
+    reward_metrics,
+)
+from megatron_real.runtime.rewards.options import RewardOptions
 from tests.unit.runtime import reward_functions
 
 FUNCTIONS = "tests.unit.runtime.reward_functions"

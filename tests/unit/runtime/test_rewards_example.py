@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_real.backend import Samples
-from megatron_real.runtime.rewards import RewardFunctions, RewardLimits
+from megatron_real.runtime.rewards.functions import RewardFunctions, RewardLimits
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

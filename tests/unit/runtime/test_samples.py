@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megatron_real.runtime.samples import SampleWriter
+from megatron_real.runtime.reports.samples import SampleWriter
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron_real.backend import Goal
-from megatron_real.runtime.summary import concurrent_s, summarize
+from megatron_real.runtime.reports.summary import concurrent_s, summarize
 from megatron_real.trace import Span, SpanKind
 
 

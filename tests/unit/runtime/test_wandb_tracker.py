@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_real.runtime.metrics import MetricsWriter
-from megatron_real.runtime.wandb_tracker import open_wandb
+from megatron_real.runtime.reports.metrics import MetricsWriter
+from megatron_real.runtime.reports.wandb_tracker import open_wandb
 
 
 class FakeRun:

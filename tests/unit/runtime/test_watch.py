@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_real.runtime.processes import ProcessState
-from megatron_real.runtime.progress import Position
-from megatron_real.runtime.watch import Beat, Failure, FailureKind, Limits, Watch
+from megatron_real.runtime.liveness.processes import ProcessState
+from megatron_real.runtime.liveness.progress import Position
+from megatron_real.runtime.liveness.watch import Beat, Failure, FailureKind, Limits, Watch
 
 LIMITS = Limits(dead_after_s=10, stuck_after_s=100, join_s=50)
 

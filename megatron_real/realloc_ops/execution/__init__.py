@@ -1,0 +1,1 @@
+"""Moving bytes by a plan."""

@@ -1,0 +1,1 @@
+"""What goes where, and when: arithmetic without torch."""

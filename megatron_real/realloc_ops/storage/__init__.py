@@ -1,0 +1,1 @@
+"""Where a rank's shards lie: storages that are freed and allocated, and host memory."""

@@ -1,0 +1,1 @@
+"""Evaluations on held-out data, and the best checkpoint."""

@@ -1,0 +1,1 @@
+"""One rank's walk through the program: calls, transfers, stored data."""

@@ -1,0 +1,1 @@
+"""Who is there, who is stuck, who is dead; and faults on purpose."""

@@ -1,0 +1,1 @@
+"""What a run tells: metrics, samples, display, summary, drift from the plan."""

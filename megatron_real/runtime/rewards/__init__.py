@@ -1,0 +1,1 @@
+"""The user's reward functions, in processes where they ask for it."""
