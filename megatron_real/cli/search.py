@@ -119,12 +119,12 @@ def job_table(jobs: Sequence[Job]) -> Table:
     for job in jobs:
         cells = [""] * 5
         if job.report is not None:
-            solution = job.report.solution
+            proof = job.report.proof
             cells = [
                 str(job.report.plan.cluster.num_devices),
                 seconds_text(job.report.estimate.period_s),
-                seconds_text(solution.lower_bound_s) if solution.lower_bound_s > 0 else "-",
-                f"{100 * solution.gap:.2g} %" if solution.lower_bound_s > 0 else "-",
+                seconds_text(proof.lower_bound_s) if proof.lower_bound_s > 0 else "-",
+                f"{100 * proof.gap:.2g} %" if proof.lower_bound_s > 0 else "-",
                 f"{job.headroom_bytes / _GIB:.2f} GiB",
             ]
         status = "done" if job.error is None else f"failed: {job.error.splitlines()[0][:120]}"

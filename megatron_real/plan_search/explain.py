@@ -27,7 +27,7 @@ from megatron_real.plan_search.problem import Choice, Evaluation, Option, Search
 from megatron_real.plan_search.simulator import PathStep, simulate
 from megatron_real.plan_search.space import SpaceOptions, candidates
 from megatron_real.program import compile_program
-from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
+from megatron_real.realloc_ops.planning.plan import DEFAULT_BUCKET_BYTES
 
 __all__ = ["SLACK", "Explanation", "Kind", "Neighbour", "explain", "problem_of", "ranks_text"]
 
@@ -240,7 +240,7 @@ def _simulated(
     calls = {**estimate.plan.calls, name: placement}
     plan = estimate.plan.model_copy(update={"calls": calls, "predicted": None})
     program = compile_program(planner.graph, plan)
-    period_s = simulate(program, planner.prices.of_program(program), iterations=1).period_s
+    period_s = simulate(program, planner.prices_of(program)[0], iterations=1).period_s
     report = memory_report(planner.prices.memory, program)
     peak = max(group.peak_bytes for group in report.groups)
     return Neighbour(

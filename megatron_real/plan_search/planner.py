@@ -24,14 +24,16 @@ from megatron_real.plan import ClusterSpec, Plan, Predicted
 from megatron_real.plan_search import presets
 from megatron_real.plan_search.cluster import Cluster
 from megatron_real.plan_search.comparison import decisions_hash, priced_instructions
+from megatron_real.plan_search.contention import Refinement, refine
 from megatron_real.plan_search.costs.analytic import AnalyticCost
 from megatron_real.plan_search.costs.calls import CallCost
 from megatron_real.plan_search.costs.moves import ReallocCost
 from megatron_real.plan_search.costs.operations import OperationCosts
 from megatron_real.plan_search.memory_report import MemoryReport, memory_report
 from megatron_real.plan_search.models import ModelSpec
-from megatron_real.plan_search.pricing import Prices
+from megatron_real.plan_search.pricing import Prices, ProgramPrices
 from megatron_real.plan_search.problem import Limits, Progress, SearchProblem, Solution
+from megatron_real.plan_search.refined_search import Refined, refined_search
 from megatron_real.plan_search.simulator import Simulation, simulate
 from megatron_real.plan_search.space import Pin, Space, SpaceOptions, build_space
 from megatron_real.plan_search.strategies import STRATEGIES
@@ -58,6 +60,8 @@ class Estimate:
     memory: MemoryReport
     problems: tuple[Problem, ...]
     """Why it does not fit; empty if it does."""
+    refinement: Refinement | None = None
+    """Of its prices, where ranks share the cores of their node."""
 
     @property
     def period_s(self) -> float:
@@ -80,12 +84,21 @@ class SearchReport:
 
     estimate: Estimate
     solution: Solution
+    """What the strategy found and proved. With `refined` that is about prices before they were refined, and the plan
+    may be another one."""
     space: Space
     pin_prices: tuple[PinPrice, ...] = ()
+    refined: Refined | None = None
+    """Where ranks share the cores of their node."""
 
     @property
     def plan(self) -> Plan:
         return self.estimate.plan
+
+    @property
+    def proof(self) -> Solution | Refined:
+        """What holds of the plan: the period that it was chosen by, the lower bound and the gap."""
+        return self.refined if self.refined is not None else self.solution
 
 
 class Planner:
@@ -155,7 +168,7 @@ class Planner:
         pins: Mapping[str, Pin] | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> SearchReport:
-        """Find a plan.
+        """Find a plan. Where ranks share the cores of their node it takes half as long again (`refined_search`).
 
         Args:
             strategy: ``exact``, ``beam``, ``mcmc``, ``greedy``, ``cpsat``, ``brute``, or a preset: ``heuristic``,
@@ -174,27 +187,42 @@ class Planner:
         started = time.monotonic()
         space = self.space_for(strategy, options, pins)
         solution = self.solve(space.problem, strategy, limits, progress=progress)
-        seconds = time.monotonic() - started
         if solution.assignment is None:
             raise self._nothing_fits(space, solution, strategy)
-        plan = space.problem.to_plan(solution.assignment, solution.order)
+        refined = self._refined(strategy, solution, limits, options, pins)
+        proof = refined if refined is not None else solution
+        seconds = time.monotonic() - started
         estimate = self.estimate(
-            plan,
+            refined.plan if refined else space.problem.to_plan(solution.assignment, solution.order),
             extra={
                 "strategy": strategy,
                 "search_s": round(seconds, 3),
                 "evaluations": solution.evaluations,
-                "search_period_s": solution.period_s,
-                "gap": solution.gap,
+                "search_period_s": proof.period_s,
+                "gap": proof.gap,
             },
-            lower_bound_s=solution.lower_bound_s,
+            lower_bound_s=proof.lower_bound_s,
         )
         return SearchReport(
             estimate=estimate,
             solution=solution,
             space=space,
-            pin_prices=self._pin_prices(strategy, limits, options, pins or {}, solution),
+            pin_prices=self._pin_prices(strategy, limits, options, pins or {}, proof.period_s),
+            refined=refined,
         )
+
+    def _refined(
+        self,
+        strategy: str,
+        solution: Solution,
+        limits: Limits,
+        options: SpaceOptions | None,
+        pins: Mapping[str, Pin] | None,
+    ) -> Refined | None:
+        """The choice at refined prices; None where ranks have cores of their own, or nothing was found."""
+        if not self.prices.calls.shares_cores or solution.assignment is None:
+            return None
+        return refined_search(self, strategy, solution, limits, options, pins)
 
     def solve(
         self,
@@ -237,7 +265,7 @@ class Planner:
             )
         plan.check(self.graph, {name: spec.shape for name, spec in self.prices.models.items()})
         program = compile_program(self.graph, plan)
-        prices = self.prices.of_program(program)
+        prices, refinement = self.prices_of(program)
         simulation = simulate(program, prices, iterations=iterations)
         calls = {call.name: prices.call(call.name) for call in self.graph.calls}
         reallocs = {
@@ -259,6 +287,7 @@ class Planner:
                 "costs": self.operations.provenance,
                 "inputs": self.inputs(),
                 "inputs_hash": self.inputs_hash(),
+                **({"refined": refinement.summary()} if refinement is not None else {}),
                 **(extra or {}),
             },
         )
@@ -273,7 +302,14 @@ class Planner:
                 *memory.problems(self.cluster.capacity_bytes),
                 *memory.host_problems(self.cluster.spec.host_memory),
             ),
+            refinement=refinement,
         )
+
+    def prices_of(self, program: Program) -> tuple[ProgramPrices, Refinement | None]:
+        """Prices of a program's instructions; refined, where ranks share the cores of their node."""
+        if self.prices.calls.shares_cores:
+            return refine(self.prices, program)
+        return self.prices.of_program(program), None
 
     def inputs(self) -> dict[str, Any]:
         """What the estimates depend on beside the plan: workload, models, cluster."""
@@ -303,18 +339,19 @@ class Planner:
         limits: Limits,
         options: SpaceOptions | None,
         pins: Mapping[str, Pin],
-        solution: Solution,
+        period_s: float,
     ) -> tuple[PinPrice, ...]:
         result = []
         for name, pin in pins.items():
             others = {other: kept for other, kept in pins.items() if other != name}
             free = self.solve(self.space_for(strategy, options, others).problem, strategy, limits)
+            free_s = (self._refined(strategy, free, limits, options, others) or free).period_s
             result.append(
                 PinPrice(
                     call=name,
                     pin=pin,
-                    period_without_s=free.period_s,
-                    cost_s=max(0.0, solution.period_s - free.period_s),
+                    period_without_s=free_s,
+                    cost_s=max(0.0, period_s - free_s),
                 )
             )
         return tuple(result)

@@ -3,6 +3,9 @@
 The search asks for options of calls (`call_s`, `realloc_s`), the simulator for instructions of a program
 (`of_program`); both get the same numbers. In the search a call's data transfers are folded into its own time, as if its
 partners lay in a window like its own.
+
+Where ranks share the cores of their node, a call is priced as if all that may be busy beside it were; or for those that
+are, as long as they are, once that is known (`Busy`).
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ from megatron_real.plan_search.simulator import TransferTime
 from megatron_real.plan_search.workload import Workload
 from megatron_real.program import Instruction, Mix, Offload, Program, Realloc, Reload, Run, Transfer
 
-__all__ = ["Prices", "ProgramPrices"]
+__all__ = ["Busy", "Prices", "ProgramPrices"]
+
+Busy = Mapping[int, float]
+"""Shares of a call's time, which add up to 1, by the number of ranks of its node that are busy then, its own too."""
 
 
 class Prices:
@@ -60,13 +66,17 @@ class Prices:
         self.moves = MovePricer(models, cluster, workload, operations, graph)
         self.memory = MemoryModel(graph, models, cluster, workload)
 
-    def call(self, call: Call, placement: Placement) -> CallCost:
-        """The parts of a call's time."""
-        return self.calls.price(call, placement)
+    def call(self, call: Call, placement: Placement, busy: Busy | None = None) -> CallCost:
+        """The parts of a call's time; `busy`: None is as many ranks as may be."""
+        if busy is None or call.model is None or not self.calls.shares_cores:
+            return self.calls.price(call, placement)
+        return CallCost.mixed(
+            [(share, self.calls.price(call, placement, number)) for number, share in busy.items()]
+        )
 
-    def call_s(self, call: Call, placement: Placement) -> float:
-        """A call's seconds with the data that it receives and sends."""
-        total = self.calls.price(call, placement).seconds
+    def call_s(self, call: Call, placement: Placement, busy: Busy | None = None) -> float:
+        """A call's seconds with the data that it receives and sends; `busy` as in `call`."""
+        total = self.call(call, placement, busy).seconds
         for parent in self.graph.parents(call):
             time = self.moves.transfer(parent, call, placement, placement)
             total += time.wire_s + time.receive_s
@@ -156,17 +166,18 @@ class Prices:
         how = self._streaming(call, placement)
         return Option(layout=placement.parallel, stream=True, seconds=0.0, **how).exposed_s(realloc_s)
 
-    def of_program(self, program: Program) -> ProgramPrices:
-        """Prices of a program's instructions."""
-        return ProgramPrices(self, program)
+    def of_program(self, program: Program, busy: Mapping[str, Busy] | None = None) -> ProgramPrices:
+        """Prices of a program's instructions; `busy`: by call, where it is known."""
+        return ProgramPrices(self, program, busy or {})
 
 
 class ProgramPrices:
     """Seconds of the instructions of one program (`simulator.InstructionPrices`)."""
 
-    def __init__(self, prices: Prices, program: Program) -> None:
+    def __init__(self, prices: Prices, program: Program, busy: Mapping[str, Busy]) -> None:
         self._prices = prices
         self._program = program
+        self._busy = busy
         self._resident = self._needless_reloads()
 
     def seconds(self, instruction: Instruction) -> float:
@@ -203,7 +214,8 @@ class ProgramPrices:
 
     def call(self, name: str) -> CallCost:
         """The parts of a call's time."""
-        return self._prices.call(self._program.graph.call(name), self._program.plan.calls[name])
+        call, placement = self._program.graph.call(name), self._program.plan.calls[name]
+        return self._prices.call(call, placement, self._busy.get(name))
 
     def realloc(self, instruction: Realloc) -> ReallocCost:
         """The parts of a realloc's time."""

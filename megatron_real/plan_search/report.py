@@ -199,6 +199,14 @@ def estimate_lines(planner: Planner, estimate: Estimate) -> Iterator[str]:
         f"period: {seconds_text(estimate.period_s)} per iteration in the steady state "
         f"(the first one takes {seconds_text(estimate.simulation.first_iteration_s)})"
     )
+    if estimate.refinement is not None:
+        busy = ", ".join(f"{name} {mean:.1f}" for name, mean in estimate.refinement.mean_busy().items())
+        cores, ranks = planner.cluster.device.number("cores_per_node"), planner.cluster.devices_per_node
+        yield (
+            f"refined: {ranks} ranks share the {cores:g} cores of a node, so calls are priced for the ranks that are "
+            f"busy meanwhile ({busy}); for as many as may be busy the period would be "
+            f"{seconds_text(estimate.refinement.unrefined_s)}"
+        )
     group, capacity = fullest(estimate), planner.cluster.capacity_bytes
     room = capacity - group.peak_bytes
     yield (
@@ -224,20 +232,30 @@ def _realloc_text(cost: ReallocCost) -> str:
 
 def search_lines(planner: Planner, report: SearchReport) -> Iterator[str]:
     """What the search says about its plan: proof, work, prices of pins, what it could not price."""
-    solution = report.solution
+    solution, refined = report.solution, report.refined
+    about = ", at prices before they were refined" if refined is not None else ""
     if solution.lower_bound_s > 0:
         gap = 100 * solution.gap
         proof = "optimal among the choices" if gap < 1e-4 else f"proven within {gap:.2g} %"
         yield (
             f"{solution.strategy}: {proof}: period {seconds_text(solution.period_s)}, lower bound "
-            f"{seconds_text(solution.lower_bound_s)}"
+            f"{seconds_text(solution.lower_bound_s)}{about}"
         )
     else:
-        yield f"{solution.strategy}: period {seconds_text(solution.period_s)}, without a lower bound"
+        yield f"{solution.strategy}: period {seconds_text(solution.period_s)}, without a lower bound{about}"
     yield (
         f"searched: {report.space.num_priced:,} priced placements of calls, {solution.evaluations:,} plans evaluated "
         f"in {seconds_text(solution.seconds)}"
     )
+    if refined is not None:
+        bound = (
+            f"no choice is faster than {seconds_text(refined.lower_bound_s)} (every call by itself in its node)"
+            if refined.lower_bound_s > 0
+            else "without a lower bound"
+        )
+        yield (
+            f"at refined prices: the best of {refined.compared} plans: period {seconds_text(refined.period_s)}, {bound}"
+        )
     yield from estimate_lines(planner, report.estimate)
     for price in report.pin_prices:
         yield (

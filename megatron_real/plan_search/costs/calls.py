@@ -1,7 +1,8 @@
 """What a call costs on its placement: operations composed into passes, optimizer steps and generations.
 
 A price is of the rank that is busiest, on which the others wait: computing, communication that nothing hides, idling in
-the pipeline, the optimizer, and fixed times. It depends on where a window lies in its nodes, not on which nodes.
+the pipeline, the optimizer, and fixed times. It depends on where a window lies in its nodes, not on which nodes; where
+ranks share the cores of their node also on how many of them are busy meanwhile.
 
 Invariants (tests/unit/plan_search/test_call_prices.py, tests/property/test_call_prices.py):
     - prices are the closed forms of the documentation of `stages`, `training` and `generation`;
@@ -11,8 +12,8 @@ Invariants (tests/unit/plan_search/test_call_prices.py, tests/property/test_call
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 from megatron_real.dataflow import Call, CallType, Graph, Per
 from megatron_real.errors import PlanError
@@ -27,7 +28,13 @@ from megatron_real.plan_search.costs.generation import (
 )
 from megatron_real.plan_search.costs.lengths import Histogram, padded_length, total_histogram
 from megatron_real.plan_search.costs.operations import MicroBatch, OperationCosts, Pass
-from megatron_real.plan_search.costs.stages import Geometry, Pipelined, StageTimer, pipelined
+from megatron_real.plan_search.costs.stages import (
+    Geometry,
+    Pipelined,
+    StageTimer,
+    pipelined,
+    shares_cores,
+)
 from megatron_real.plan_search.costs.training import StepPricer, hop_seconds
 from megatron_real.plan_search.models import ModelSpec
 from megatron_real.plan_search.workload import Workload
@@ -51,6 +58,19 @@ class CallCost:
     @property
     def seconds(self) -> float:
         return self.compute_s + self.communication_s + self.bubble_s + self.optimizer_s + self.overhead_s
+
+    @classmethod
+    def mixed(cls, costs: Sequence[tuple[float, CallCost]]) -> CallCost:
+        """Of a call that spends shares of its time, which add up to 1, as if it had these costs all the time.
+
+        While it goes at the pace of P seconds, dt / P of its work is done in dt. So all of it takes T with
+        ``sum over shares w of w T / P = 1``.
+        """
+        pace = 1 / sum(share / cost.seconds for share, cost in costs)
+        done = [(share * pace / cost.seconds, cost) for share, cost in costs]
+        return cls(
+            **{part.name: sum(work * getattr(cost, part.name) for work, cost in done) for part in fields(cls)}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +104,26 @@ class CallPricer:
         self._workload = workload
         self._operations = operations
         self._traits = traits if traits is not None else BackendTraits()
-        self._timers: dict[tuple[ModelSpec, bool], tuple[StageTimer, StepPricer]] = {}
+        self._timers: dict[ModelSpec, tuple[StageTimer, StepPricer]] = {}
         self._timer_of: dict[str, tuple[StageTimer, StepPricer]] = {}
+        self.shares_cores = shares_cores(cluster)
+        """Whether prices depend on the number of busy ranks."""
+        self._alone = {call.name: _runs_alone(graph, call) for call in graph.calls if self.shares_cores}
         self._total = total_histogram(workload)
         self._longest_of_unit = total_histogram(workload, longest_of=workload.unit)
         self._prompts = Histogram.of_lengths(workload.prompt)
         self._responses = Histogram.of_lengths(workload.response)
         self._negated_prompts = self._prompts.negated()
-        self._prices: dict[tuple[str, Layout, int, str, int], CallCost] = {}
+        self._prices: dict[tuple[str, Layout, int, str, int, int], CallCost] = {}
 
-    def price(self, call: Call, placement: Placement) -> CallCost:
+    def price(self, call: Call, placement: Placement, busy_ranks: int | None = None) -> CallCost:
         """Seconds of `call` on `placement`.
+
+        Args:
+            call: of the graph.
+            placement: of it.
+            busy_ranks: of its node while it runs, its own included, where they share cores. None: those of the call
+                alone if all other calls of an iteration come before or after it for their data, else all of the node.
 
         Raises:
             PlanError: there are fewer sequences than the placement cuts them into, the layers do not divide over its
@@ -103,24 +132,33 @@ class CallPricer:
         layout = placement.parallel
         offset = placement.ranks[0] % self._cluster.devices_per_node
         recompute = placement.recompute if call.trains else ""
-        key = (call.name, layout, placement.num_microbatches, recompute, offset)
+        if busy_ranks is None or not self.shares_cores:
+            busy_ranks = self._most_busy(call, layout)
+        key = (call.name, layout, placement.num_microbatches, recompute, offset, busy_ranks)
         found = self._prices.get(key)
         if found is None:
-            found = self._price(call, layout, placement, offset)
+            found = self._price(call, layout, placement, busy_ranks)
             self._prices[key] = found
         return found
 
-    def _price(self, call: Call, layout: Layout, placement: Placement, offset: int) -> CallCost:
+    def _most_busy(self, call: Call, layout: Layout) -> int:
+        """Ranks of a node that may be busy while `call` runs; 1 where each has a core of its own."""
+        if not self.shares_cores:
+            return 1
+        per_node = self._cluster.devices_per_node
+        return min(layout.size, per_node) if self._alone[call.name] else per_node
+
+    def _price(self, call: Call, layout: Layout, placement: Placement, busy_ranks: int) -> CallCost:
         per_replica = self._sequences(call, layout, placement.num_microbatches)
         if call.model is None:
             return CallCost(compute_s=self._function(call) * per_replica)
         timer, steps = self._timer(call)
+        at = timer.geometry(layout, placement.ranks[0], busy_ranks)
         if call.type is CallType.TRAIN:
-            return self._train(call, timer, steps, placement)
+            return self._train(call, steps, at, placement)
         if call.type is CallType.GENERATE:
-            passes = self._generate(call, timer, placement)
+            passes = self._generate(call, timer, at, placement)
         else:
-            at = timer.geometry(layout, offset)
             batch = self._micro_batch(call, layout, placement.num_microbatches)
             times = timer.times(at.stages, Pass.FORWARD, batch, at.grid)
             hops = hop_seconds(timer, at, batch.tokens, split=layout.tp if layout.sp else 1)
@@ -139,15 +177,15 @@ class CallPricer:
             PlanError: as `price`.
         """
         timer, _ = self._timer(call)
-        at = timer.geometry(placement.parallel, placement.ranks[0])
+        layout = placement.parallel
+        at = timer.geometry(layout, placement.ranks[0], self._most_busy(call, layout))
         if call.type is CallType.GENERATE:
             return first_pass_s(timer, at, self._negated_prompts, self._cut(call, at, placement))
-        batch = self._micro_batch(call, placement.parallel, placement.num_microbatches)
+        batch = self._micro_batch(call, layout, placement.num_microbatches)
         return min(time.seconds for time in timer.times(at.stages, Pass.FORWARD, batch, at.grid))
 
-    def _train(self, call: Call, timer: StageTimer, pricer: StepPricer, placement: Placement) -> CallCost:
+    def _train(self, call: Call, pricer: StepPricer, at: Geometry, placement: Placement) -> CallCost:
         layout, number = placement.parallel, placement.num_microbatches
-        at = timer.geometry(layout, placement.ranks[0])
         batch = self._micro_batch(call, layout, number)
         step = pricer.price(at, layout, batch, number, placement.recompute)
         steps = self._workload.num_steps(call)
@@ -159,8 +197,7 @@ class CallPricer:
             overhead_s=steps * step.passes.overhead_s + self._operations.call_overhead(call.type),
         )
 
-    def _generate(self, call: Call, timer: StageTimer, placement: Placement) -> Pipelined:
-        at = timer.geometry(placement.parallel, placement.ranks[0])
+    def _generate(self, call: Call, timer: StageTimer, at: Geometry, placement: Placement) -> Pipelined:
         cut = self._cut(call, at, placement)
         if self._traits.continuous_batching:
             lengths = (self._prompts, self._responses)
@@ -236,11 +273,10 @@ class CallPricer:
                     f"{sorted(self._models)}. Describe the model."
                 )
             # Roles of one shape share their times.
-            alone = _runs_alone(self._graph, call)
-            found = self._timers.get((model, alone))
+            found = self._timers.get(model)
             if found is None:
-                timer = StageTimer(model, self._operations, self._cluster, alone=alone)
-                found = self._timers[model, alone] = (timer, StepPricer(timer))
+                timer = StageTimer(model, self._operations, self._cluster)
+                found = self._timers[model] = (timer, StepPricer(timer))
             self._timer_of[call.name] = found
         return found
 

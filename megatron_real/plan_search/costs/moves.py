@@ -36,8 +36,8 @@ from megatron_real.plan_search.memory import copy_memory
 from megatron_real.plan_search.models import ModelSpec
 from megatron_real.plan_search.parameters import stage_parameters
 from megatron_real.plan_search.workload import Workload
-from megatron_real.realloc_ops.plan import DEFAULT_BUCKET_BYTES
-from megatron_real.realloc_ops.shards import DTYPE_BYTES
+from megatron_real.realloc_ops.planning.plan import DEFAULT_BUCKET_BYTES
+from megatron_real.realloc_ops.planning.shards import DTYPE_BYTES
 
 __all__ = ["MovePricer", "ReallocCost", "TransferCost"]
 

@@ -194,7 +194,11 @@ class ProfiledCost:
         return OpTime(seconds - inside, inside).times(self._contention(grid))
 
     def _contention(self, grid: Grid) -> float:
-        """Against the measured times, which were taken with all ranks of a node at work."""
+        """Against the measured times, which were taken with all ranks of a node at work.
+
+        As was measured, but no less than cores allow: twice as many ranks as cores take twice as long. Ranks that are
+        timed in one short pass do not all run all the time, and so seem to slow each other down by less.
+        """
         origin = self._database.provenance
         if grid.busy_ranks > origin.ranks_per_node:
             raise self._missing(
@@ -203,7 +207,8 @@ class ProfiledCost:
         if origin.num_cores >= origin.ranks_per_node:
             return 1.0  # each has a core of its own, whoever else is at work
         curve = self._plain_curve(Operation.CONTENTION, axis="busy")
-        return curve(grid.busy_ranks) / curve(origin.ranks_per_node)
+        by_cores = max(grid.busy_ranks, origin.num_cores) / origin.ranks_per_node
+        return min(curve(grid.busy_ranks) / curve(origin.ranks_per_node), by_cores)
 
     def _check(self, grid: Grid) -> None:
         etp = grid.etp if grid.ep > 1 else 1

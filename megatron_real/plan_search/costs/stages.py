@@ -35,6 +35,7 @@ __all__ = [
     "geometry",
     "pipelined",
     "score_share",
+    "shares_cores",
 ]
 
 
@@ -162,6 +163,12 @@ def geometry(shape: ModelShape, layout: Layout, start: int, per_node: int, busy_
     )
 
 
+def shares_cores(cluster: Cluster) -> bool:
+    """Whether the ranks of a node share its cores, so that a call is slower beside others than by itself."""
+    cores = cluster.device.constants.get("cores_per_node")
+    return isinstance(cores, int | float) and cores < cluster.devices_per_node
+
+
 def _stages(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
     members: dict[tuple[int, int, bool, bool], list[int]] = {}
     for index, chunks in enumerate(stage_layers(shape.num_layers, layout)):
@@ -193,37 +200,28 @@ class Parts(NamedTuple):
 class StageTimer:
     """Times of one model's stages, cached by micro-batch and grid."""
 
-    def __init__(
-        self, model: ModelSpec, operations: OperationCosts, cluster: Cluster, *, alone: bool = False
-    ) -> None:
-        """Times on `cluster`; `alone`: nothing else runs meanwhile, for ranks that share the cores of their node."""
+    def __init__(self, model: ModelSpec, operations: OperationCosts, cluster: Cluster) -> None:
+        """Times on `cluster`."""
         self.model = model
         self.operations = operations
         self.overlap_slowdown = operations.overlap_slowdown if isinstance(operations, OverlapCosts) else 1.0
         self._per_node = cluster.devices_per_node
-        shared = cluster.device.constants.get("cores_per_node")
-        is_shared = isinstance(shared, int | float) and shared < self._per_node
-        self._shares_cores = is_shared
-        self._alone = alone
-        self._geometries: dict[tuple[Layout, int], Geometry] = {}
+        self._geometries: dict[tuple[Layout, int, int], Geometry] = {}
         self._parts: dict[tuple[Pass, MicroBatch, Grid], Parts] = {}
         self._curves: dict[tuple[float, tuple[float, ...], Grid], Array] = {}
         self._decode_floors: dict[Geometry, Array] = {}
         self._floors: dict[tuple[int, Pass], float] = {}
 
-    def geometry(self, layout: Layout, start: int) -> Geometry:
-        """Of `layout` on a window that starts at rank `start`.
+    def geometry(self, layout: Layout, start: int, busy_ranks: int) -> Geometry:
+        """Of `layout` on a window that starts at rank `start`, with `busy_ranks` of a node at work (`Grid`).
 
         Raises:
             PlanError: the layers do not divide over the stages.
         """
-        key = (layout, start % self._per_node)
+        key = (layout, start % self._per_node, busy_ranks)
         found = self._geometries.get(key)
         if found is None:
-            busy_ranks = min(layout.size, self._per_node) if self._alone else self._per_node
-            found = geometry(
-                self.model.shape, layout, key[1], self._per_node, busy_ranks if self._shares_cores else 1
-            )
+            found = geometry(self.model.shape, layout, key[1], self._per_node, busy_ranks)
             self._geometries[key] = found
         return found
 

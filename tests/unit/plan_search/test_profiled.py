@@ -19,7 +19,7 @@ from megatron_real.plan_search.costs.operations import (
     Pass,
 )
 from megatron_real.plan_search.costs.profiled import ProfiledCost
-from megatron_real.plan_search.profile_db import Operation
+from megatron_real.plan_search.profile_db import Operation, ProfileDatabase
 from tests.unit.plan_search.profiles import LENGTHS, SEQUENCES, database, entry, layer_s, rest_s, spec
 
 MODEL = spec()
@@ -134,6 +134,28 @@ def test_ranks_that_share_cores_slow_each_other() -> None:
     assert price(2, **shared) == pytest.approx(alone / 2)
     with pytest.raises(PlanError, match="found no 4 ranks of a node at work at once; it has up to 2"):
         price(4)
+
+
+@pytest.mark.parametrize(
+    ("measured", "factors"),
+    [
+        (
+            {1: 1.0, 2: 1.0, 4: 1.5},
+            {1: 0.5, 2: 0.5, 3: 0.75},
+        ),  # two cores: less than they allow is no measurement
+        ({1: 1.0, 2: 1.5, 4: 5.0}, {1: 0.2, 2: 0.3, 3: 0.65}),  # more is
+    ],
+)
+def test_ranks_slow_each_other_no_less_than_their_cores_allow(
+    measured: dict[int, float], factors: dict[int, float]
+) -> None:
+    base = database(ranks_per_node=4, num_ranks=4)
+    entries = [item for item in base.entries if item.operation != Operation.CONTENTION]
+    entries += [entry(Operation.CONTENTION, seconds, busy=busy) for busy, seconds in measured.items()]
+    cost = ProfiledCost(ProfileDatabase(provenance=base.provenance, entries=tuple(entries)))
+    for busy, factor in {**factors, 4: 1.0}.items():
+        found = cost.layer(MODEL, 0, Pass.FORWARD, batch(4, 64), Grid(busy_ranks=busy)).total_s
+        assert found == pytest.approx(factor * layer_s(4, 64, 1))
 
 
 @pytest.mark.parametrize(
