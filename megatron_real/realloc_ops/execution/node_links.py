@@ -38,8 +38,9 @@ from megatron_real.process_groups import exchange
 __all__ = ["LinkWork", "NodeLinks"]
 
 _RECORD = struct.Struct("=QQ")
-"""Address and size of a payload; of size 0 where the oldest payload that was offered is taken."""
-_TAKEN = _RECORD.pack(0, 0)
+"""Address and size of a payload; or how many of the oldest payloads that were offered are taken, and 0."""
+_TOLD_BYTES = 16 << 20
+"""After so many bytes the peer is told what was taken. Each time costs it a wake-up, and it may wait for a buffer."""
 _TOKEN_BYTES = 16
 _CONNECT_S = 60.0
 """How long a rank that has just said that it connected may take for its first record."""
@@ -240,29 +241,36 @@ class _Link:
             if not record:
                 self.why_closed = self.why_closed or f"rank {self._peer} closed its connection{reason}"
                 return
-            address, num_bytes = _RECORD.unpack(record)
+            first, num_bytes = _RECORD.unpack(record)
             if num_bytes:
-                self.offers.append((address, num_bytes))
+                self.offers.append((first, num_bytes))
             else:
-                self.sent.popleft().done = True
+                for _ in range(first):
+                    self.sent.popleft().done = True
 
     def take(self) -> bool:
-        """Copy what is offered and wanted; whether there was something."""
-        took = False
+        """Copy what is offered and wanted, and tell the peer; whether there was something."""
+        count, taken_bytes, took = 0, 0, False
         while self.offers and self.wanted:
             (address, num_bytes), work = self.offers.popleft(), self.wanted.popleft()
+            took = True
             if num_bytes != work.num_bytes:
                 self.why_closed = (
                     f"rank {self._peer} sent {num_bytes} bytes where {work.num_bytes} were expected"
                 )
-                return True
+                break
             try:
                 self._copy(address, work.target, num_bytes)
             except RuntimeError as error:
                 self.why_closed = str(error)
-                return True
-            work.done = took = True
-            self.tell(_TAKEN)
+                break
+            work.done = True
+            count, taken_bytes = count + 1, taken_bytes + num_bytes
+            if taken_bytes >= _TOLD_BYTES:
+                self.tell(_RECORD.pack(count, 0))
+                count = taken_bytes = 0
+        if count:
+            self.tell(_RECORD.pack(count, 0))
         return took
 
     def _copy(self, source: int, target: int, num_bytes: int) -> None:
