@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import datetime
 import os
+import socket
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_real.errors import PeerError
 from megatron_real.realloc_ops.execution import node_links
 from megatron_real.realloc_ops.execution.node_links import NodeLinks
 from megatron_real.realloc_ops.execution.transports import Parcel, TorchTransport
@@ -164,3 +166,27 @@ def _with_unreadable_memory() -> frozenset[int]:
 @needs_memory
 def test_both_ends_must_be_able_to_read() -> None:
     assert run_ranks(3, _with_unreadable_memory) == [{2}, set(), {0}]
+
+
+def _fall_silent(where: str) -> tuple[tuple[int, ...], str]:
+    """Rank 1 connects to rank 0 and then says no more; returns what rank 0 met."""
+    group = dist.new_group(backend="gloo")
+    node_links._CONNECT_S = 0.3
+    if dist.get_rank() == 1:
+        if where == "its token":
+            connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            node_links._call = lambda address, _: connected.connect(address) or connected
+        node_links._Link.can_read = lambda *_: time.sleep(1.0)
+    try:
+        NodeLinks.connect(group)
+    except PeerError as error:
+        return tuple(error.peers), str(error)
+    return (), ""
+
+
+@needs_memory
+@pytest.mark.parametrize("where", ["its token", "what it could read"])
+def test_a_peer_that_falls_silent_is_named(where: str) -> None:
+    (peers, text), _ = run_ranks(2, _fall_silent, where)
+    assert peers == (1,)
+    assert text.startswith("memory links on rank 0: rank 1 connected, then fell silent or died (timed out)")

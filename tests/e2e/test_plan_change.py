@@ -10,22 +10,12 @@ from typing import Any
 import pytest
 
 from benchmarks.invariance_cases import Case, demo_calls, place
+from tests.e2e.checkpoint_runs import RUN as SHORT
 from tests.harness import run_ranks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.megatron]
 
 SMALL = {"num_layers": 2, "vocab_size": 257, "lr_decay_style": "linear", "min_lr": 1e-4}
-SHORT: dict[str, Any] = {
-    "data": {"batch_size": 16},
-    "algorithm": {
-        "num_minibatches": 2,
-        "num_epochs": 1,
-        "max_new_tokens": 6,
-        "kl_adaptive": True,
-        "kl_target": 0.05,
-        "kl_horizon": 200,
-    },
-}
 ITERATIONS, CHANGE = 3, 1
 
 

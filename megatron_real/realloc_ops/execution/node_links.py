@@ -26,13 +26,15 @@ import struct
 import sys
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron_real.errors import PeerError
 from megatron_real.process_groups import exchange
 
 __all__ = ["LinkWork", "NodeLinks"]
@@ -110,16 +112,12 @@ class NodeLinks:
         """Link this rank with those of its node whose memory it can read. Collective over `group`.
 
         Raises:
-            PeerError: a rank did not come.
+            PeerError: a rank did not come, or fell silent on the way; names it.
         """
-        rank = dist.get_rank()
+        rank, machine = dist.get_rank(), _machine()
         token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            machine = _machine()
-            if machine:
-                listener.bind("")  # the kernel finds a name, which is in no file system
-                listener.listen(dist.get_world_size(group))
-            address = listener.getsockname() if machine else b""
+        with _listener(dist.get_world_size(group)) if machine else nullcontext() as listener:
+            address = listener.getsockname() if listener is not None else b""
             mine = _Hello(machine, address, token.raw, ctypes.addressof(token))
             told = exchange(mine, None, group=group, what="memory links")
             near = {other: hello for other, hello in told.items() if machine and hello.machine == machine}
@@ -130,12 +128,21 @@ class NodeLinks:
             }
             calls = exchange(sorted(sockets), None, group=group, what="memory links")
             callers = {told[other].token: other for other, called in calls.items() if rank in called}
-            while callers.keys() - {told[other].token for other in sockets}:
-                sockets |= _answer(listener, callers)
+            waiting = set(callers.values())
+            while listener is not None and waiting:
+                with _naming(rank, waiting):
+                    caller, connected = _answer(listener, callers)
+                if caller in waiting:
+                    waiting.remove(caller)
+                    sockets[caller] = connected
+                else:
+                    connected.close()
         links = {}
         for other, connected in sorted(sockets.items()):
             link = _Link(other, connected)
-            if link.can_read(near[other]):
+            with _naming(rank, {other}):
+                both = link.can_read(near[other])
+            if both:
                 links[other] = link
             else:
                 connected.close()
@@ -320,13 +327,31 @@ def _call(address: bytes, token: bytes) -> socket.socket | None:
     return connected
 
 
-def _answer(listener: socket.socket, callers: dict[bytes, int]) -> dict[int, socket.socket]:
-    """Accept one connection and find out whose it is; a stranger's is closed."""
+def _listener(most: int) -> socket.socket:
+    """A socket on which `most` ranks of this machine can call; the kernel finds a name, which is in no file system."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind("")
+    listener.listen(most)
+    return listener
+
+
+def _answer(listener: socket.socket, callers: dict[bytes, int]) -> tuple[int | None, socket.socket]:
+    """Accept one connection and find out whose it is; None is a stranger."""
     listener.settimeout(_CONNECT_S)
     connected, _ = listener.accept()
     connected.settimeout(_CONNECT_S)
-    caller = callers.get(connected.recv(_TOKEN_BYTES))
-    if caller is None:
-        connected.close()
-        return {}
-    return {caller: connected}
+    return callers.get(connected.recv(_TOKEN_BYTES)), connected
+
+
+@contextmanager
+def _naming(rank: int, peers: Collection[int]) -> Iterator[None]:
+    """Say whom this rank waited for."""
+    try:
+        yield
+    except OSError as error:
+        names = ", ".join(map(str, sorted(peers)))
+        raise PeerError(
+            f"memory links on rank {rank}: rank {names} connected, then fell silent or died ({error}). "
+            f"Look at rank {names} first.",
+            peers=sorted(peers),
+        ) from error
