@@ -1,6 +1,6 @@
 """Reallocation against what else moves weights between two layouts, on four gloo ranks.
 
-    python benchmarks/realloc.py                      # make bench-realloc: a subset, about 6 minutes
+    python benchmarks/realloc.py                      # make bench-realloc: a subset, about 10 minutes
     python benchmarks/realloc.py --all                # all models, dtypes and pairs of layouts
     python benchmarks/realloc.py --only "t4->d4 48M"  # cases whose name contains this
     python benchmarks/realloc.py --part exposed       # what a reallocation adds to an iteration

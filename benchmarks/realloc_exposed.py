@@ -53,7 +53,7 @@ class RatedTransport:
     def exchange(self, send: Parcel | None, receive: Parcel | None) -> Exchange:
         """Start both directions behind what is on the link already."""
         parcels = [parcel for parcel in (send, receive) if parcel is not None]
-        num_bytes = max(parcel.payload.numel() for parcel in parcels)
+        num_bytes = max(parcel.memory.num_bytes for parcel in parcels)
         self._free_at_s = max(self._free_at_s, monotonic()) + num_bytes / self._rate_bytes_per_s
         self._done_at_s.update({id(parcel): self._free_at_s for parcel in parcels})
         return self._inner.exchange(send, receive)

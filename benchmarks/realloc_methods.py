@@ -26,6 +26,7 @@ from megatron_real.hooks.parallel_state import ParallelLayout
 from megatron_real.plan import CopyKey
 from megatron_real.realloc_ops import InPlace, Reallocator, ReallocOptions
 from megatron_real.realloc_ops.execution.node_links import NodeLinks
+from megatron_real.realloc_ops.execution.regions import Regions
 from megatron_real.realloc_ops.planning.buckets import Slice
 from megatron_real.realloc_ops.planning.plan import RankPlan, build_realloc_plan
 from megatron_real.realloc_ops.planning.shards import Shard
@@ -188,7 +189,7 @@ class Limit:
     def run(self) -> None:
         """Once; the destination has no meaningful values after it."""
         if self._links is not None:
-            works = [operation(peer, payload) for operation, payload, peer in self._messages]
+            works = [operation(peer, Regions(payload)) for operation, payload, peer in self._messages]
         else:
             works = [
                 work

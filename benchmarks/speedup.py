@@ -1,7 +1,7 @@
 """Presets and the searched plan, priced from a profile of this machine and run for real on 2 and on 4 CPU ranks.
 
-    python benchmarks/speedup.py              # make bench-speedup; about 35 minutes on two cores
-    python benchmarks/speedup.py --ranks 2 --workloads long --repetitions 2
+    python benchmarks/speedup.py              # make bench-speedup; about 20 minutes on two cores
+    python benchmarks/speedup.py --ranks 2 --workloads long --memory ample
 
 PPO with four models. Two ranks have a core each; four ranks share two. For every workload and device memory each plan
 runs in the same processes: in turn, several times, in a rotated order, some iterations at a time of which the first one
@@ -36,7 +36,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.speedup_results import SEARCHED, Result, measure, sum_up  # noqa: E402
+from benchmarks.speedup_results import SEARCHED, Result, Turns, measure, sum_up  # noqa: E402
 from megatron_real.algorithms.graphs import ppo_graph  # noqa: E402
 from megatron_real.cli.ranks import launch_ranks  # noqa: E402
 from megatron_real.config import RunOptions, megatron_arguments  # noqa: E402
@@ -81,6 +81,10 @@ MEGATRON: dict[str, Any] = {
     "no_masked_softmax_fusion": True,
 }
 """Actor and reference. New weights sample almost uniformly, and so slow a learning rate keeps it so."""
+SEARCH_GAP = 0.01
+"""Of a search's answer at most; predictions err by more."""
+SHORT_S = 1.0
+"""Plans of shorter iterations run more of them."""
 OPTIONS = SpaceOptions(sequence_parallel=False)
 """Sequence parallelism would double the time of the profile, and saves activations only, which are small here."""
 SMALL = {"num_layers": 2}
@@ -185,7 +189,7 @@ def plans(planner: Planner, folder: Path, search_s: float) -> list[Result]:
         result = Result(name=name, estimate=None, folder=folder / name)
         results.append(result)
         try:
-            found = planner.search(strategy, limits=Limits(time_s=search_s), options=OPTIONS)
+            found = planner.search(strategy, limits=Limits(time_s=search_s, gap=SEARCH_GAP), options=OPTIONS)
             result.estimate = found.estimate
         except CapacityError:
             continue
@@ -198,7 +202,45 @@ def plans(planner: Planner, folder: Path, search_s: float) -> list[Result]:
 # Runs
 
 
-def options_of(result: Result, work: Work, iterations: int) -> RunOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Plans of one workload and device memory on so many ranks."""
+
+    ranks: int
+    workload: str
+    memory: str
+    device_memory: int | None
+    """Bytes."""
+    results: list[Result]
+
+    @property
+    def distinct(self) -> list[Result]:
+        """Those that are run."""
+        return [result for result in self.results if result.estimate is not None and result.same_as is None]
+
+
+def plan_setting(ranks: int, workload: str, memory: str, profile: Path, search_s: float) -> Setting | None:
+    """Find the plans of one setting; None where there is no tight memory."""
+    ample = planner(ranks, WORKLOADS[workload], profile, None)
+    device_memory = tight_memory(ample) if memory == "tight" else None
+    if memory == "tight" and device_memory is None:
+        return None
+    chosen = ample if device_memory is None else planner(ranks, WORKLOADS[workload], profile, device_memory)
+    results = plans(chosen, OUTPUT / f"{ranks}-{workload}-{memory}", search_s)
+    for result in results:
+        if result.estimate is not None:
+            result.turns = turns_of(result.estimate.period_s)
+    return Setting(
+        ranks=ranks, workload=workload, memory=memory, device_memory=device_memory, results=results
+    )
+
+
+def turns_of(predicted_s: float) -> Turns:
+    """How often a plan runs, by how long its iterations are thought to take."""
+    return Turns(number=3, iterations=4) if predicted_s < SHORT_S else Turns(number=2, iterations=2)
+
+
+def options_of(result: Result, work: Work) -> RunOptions:
     """The options of a run of this plan; writes plan, prediction and prompts into its folder."""
     assert result.estimate is not None, "only plans that fit are run"
     folder, plan = result.folder, result.estimate.plan
@@ -214,7 +256,7 @@ def options_of(result: Result, work: Work, iterations: int) -> RunOptions:
         {
             "plan": str(folder / "plan.json"),
             "output": str(folder),
-            "iterations": iterations,
+            "iterations": len(result.turns.by_iteration()),
             "data": {"prompts": str(prompts), "batch_size": work.batch_size},
             "algorithm": {
                 "max_new_tokens": work.cap,
@@ -227,15 +269,21 @@ def options_of(result: Result, work: Work, iterations: int) -> RunOptions:
     )
 
 
-def run(ranks: int, runs: Sequence[RunOptions], repetitions: int, iterations: int) -> None:
-    """Run plans in turn, on ranks of their own."""
-    folder = runs[0].output.parent
+def run(ranks: int, settings: Sequence[Setting]) -> None:
+    """Run the plans of each setting in turn, one setting after the other, on the same processes."""
+    folder = OUTPUT / f"{ranks}-ranks"
+    folder.mkdir(parents=True, exist_ok=True)
     job = folder / "job.json"
-    content = {
-        "runs": [json.loads(options.dumps()) for options in runs],
-        "repetitions": repetitions,
-        "iterations": iterations,
-    }
+    content = [
+        [
+            {
+                "options": json.loads(options_of(result, WORKLOADS[setting.workload]).dumps()),
+                "turns": result.turns.by_iteration(),
+            }
+            for result in setting.distinct
+        ]
+        for setting in settings
+    ]
     job.write_text(json.dumps(content))
     failed = launch_ranks([sys.executable, __file__, "--rank", str(job)], ranks, folder)
     if failed:
@@ -263,52 +311,44 @@ def rank_main(path: Path) -> None:
     configure_logging(int(os.environ["RANK"]))
     initialize_distributed()
     groups = ProcessGroups()
-    built = []
-    for tree in job["runs"]:
-        prepared = prepare(RunOptions.from_tree(tree))
-        tracer = Tracer(prepared.options.output / "trace", dist.get_rank())
-        executor, _ = build_executor(prepared, groups, Observers(tracer=tracer))
-        built.append((executor, prepared.data))
-    for repetition in range(job["repetitions"]):
-        first = repetition % len(built)
-        for executor, prompts in built[first:] + built[:first]:
-            dist.barrier()
-            for number in range(job["iterations"]):
-                iteration = repetition * job["iterations"] + number
-                executor.run_iteration(iteration, prompts.batch(iteration))
-            executor.transfers.fence()
+    for plans_of_setting in job:
+        built = []
+        for tree in plans_of_setting:
+            prepared = prepare(RunOptions.from_tree(tree["options"]))
+            tracer = Tracer(prepared.options.output / "trace", dist.get_rank())
+            executor, _ = build_executor(prepared, groups, Observers(tracer=tracer))
+            built.append((executor, prepared.data, tree["turns"]))
+        for turn in range(max(max(turns) for *_, turns in built) + 1):
+            first = turn % len(built)
+            for executor, prompts, turns in built[first:] + built[:first]:
+                dist.barrier()
+                for iteration in (number for number, its_turn in enumerate(turns) if its_turn == turn):
+                    executor.run_iteration(iteration, prompts.batch(iteration))
+                executor.transfers.fence()
     dist.barrier()
     dist.destroy_process_group()
 
 
-# Settings
+# Lines
 
 
-def setting(
-    ranks: int, name: str, memory: str, profile: Path, args: argparse.Namespace
-) -> list[Result] | None:
-    """Plan, run and print one setting; None where there is no tight memory."""
-    work = WORKLOADS[name]
-    ample = planner(ranks, work, profile, None)
-    device_memory = tight_memory(ample) if memory == "tight" else None
-    if memory == "tight" and device_memory is None:
-        return None
-    folder = OUTPUT / f"{ranks}-{name}-{memory}"
-    chosen = ample if device_memory is None else planner(ranks, work, profile, device_memory)
-    results = plans(chosen, folder, args.search_s)
-    distinct = [result for result in results if result.estimate is not None and result.same_as is None]
-    total = args.repetitions * args.iterations
-    run(ranks, [options_of(result, work, total) for result in distinct], args.repetitions, args.iterations)
-    by_name = {result.name: result for result in results}
-    for result in distinct:
-        measure(result, args.iterations)
-    for result in results:
+def show_setting(setting: Setting) -> None:
+    """Read and print what its plans did."""
+    by_name = {result.name: result for result in setting.results}
+    for result in setting.distinct:
+        measure(result)
+    for result in setting.results:
         if result.same_as is not None:
             twin = by_name[result.same_as]
             result.periods, result.line, result.calls = twin.periods, twin.line, twin.calls
     base = by_name["heuristic"]
-    for result in results:
-        head = {"ranks": ranks, "device_memory": memory, "workload": name, "plan": result.name}
+    for result in setting.results:
+        head = {
+            "ranks": setting.ranks,
+            "device_memory": setting.memory,
+            "workload": setting.workload,
+            "plan": result.name,
+        }
         if result.estimate is None:
             show({**head, "fits": False})
             continue
@@ -318,14 +358,14 @@ def setting(
                 **head,
                 "measured_s": round(result.measured_s, 4),
                 "ci95_s": round(result.ci95_s, 4),
+                "iterations": len(result.periods),
                 "predicted_s": round(result.estimate.period_s, 4),
                 "speedup_over_heuristic": round(speedup, 3) if speedup is not None else None,
                 **result.line,
                 **({"same_as": result.same_as} if result.same_as else {}),
-                "device_memory_bytes": device_memory,
+                "device_memory_bytes": setting.device_memory,
             }
         )
-    return results
 
 
 def show(line: Mapping[str, Any]) -> None:
@@ -340,8 +380,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--memory", nargs="*", default=["ample", "tight"], choices=["ample", "tight"])
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=3, help="of a turn; the first is discarded")
     parser.add_argument("--search-s", type=float, default=20.0)
     args = parser.parse_args()
     if args.rank is not None:
@@ -350,11 +388,16 @@ def main() -> None:
     settings = {}
     for ranks in args.ranks:
         profile = profile_of(ranks)
-        for workload in args.workloads:
-            for memory in args.memory:
-                results = setting(ranks, workload, memory, profile, args)
-                if results is not None:
-                    settings[ranks, workload, memory] = results
+        found = [
+            plan_setting(ranks, workload, memory, profile, args.search_s)
+            for workload in args.workloads
+            for memory in args.memory
+        ]
+        planned = [setting for setting in found if setting is not None]
+        run(ranks, planned)
+        for setting in planned:
+            show_setting(setting)
+            settings[ranks, setting.workload, setting.memory] = setting.results
     for line in sum_up(settings):
         show(line)
 

@@ -18,6 +18,27 @@ SEARCHED = "searched"
 """The plan that the search finds, beside those of presets."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """How the iterations of a run are spread over its turns. The first one of each does not count.
+
+    It begins when no earlier one is under way: its time says nothing of a period.
+    """
+
+    number: int
+    iterations: int
+    """Of each turn, that count."""
+
+    def by_iteration(self) -> list[int]:
+        """The turn of each iteration of the run."""
+        return [turn for turn in range(self.number) for _ in range(1 + self.iterations)]
+
+    def counted(self) -> set[int]:
+        """The iterations that count."""
+        size = 1 + self.iterations
+        return {iteration for iteration in range(self.number * size) if iteration % size}
+
+
 @dataclass(slots=True, kw_only=True)
 class Result:
     """A plan of a setting, and what its run was."""
@@ -27,6 +48,7 @@ class Result:
     """None: no such plan fits."""
     folder: Path
     same_as: str | None = None
+    turns: Turns = Turns(number=2, iterations=2)
     periods: tuple[float, ...] = ()
     line: dict[str, Any] = field(default_factory=dict)
     calls: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -48,11 +70,11 @@ type Settings = Mapping[tuple[int, str, str], Sequence[Result]]
 """Plans by number of ranks, workload and device memory."""
 
 
-def measure(result: Result, iterations: int) -> None:
-    """Read a run's trace; the first iteration of each turn does not count."""
+def measure(result: Result) -> None:
+    """Read a run's trace."""
     assert result.estimate is not None, "only plans that fit are run"
     spans = read_spans(result.folder / "trace")
-    counted = {span.iteration for span in spans if span.iteration % iterations}
+    counted = result.turns.counted()
     result.periods = tuple(seconds for i, seconds in iteration_seconds(spans).items() if i in counted)
     waited = attribute_waits(spans)
     measured = instruction_seconds(waited, counted)
@@ -64,7 +86,7 @@ def measure(result: Result, iterations: int) -> None:
         if kind is SpanKind.RUN and (kind, name) in predicted
     }
     result.line = {
-        **shares(waited, counted, iterations),
+        **shares(waited, counted, result.turns.by_iteration()),
         "call_communication_share": call_communication(result.estimate),
     }
     peaks = [int(span.facts["peak_bytes"] or 0) for span in spans if "peak_bytes" in span.facts]
@@ -74,13 +96,13 @@ def measure(result: Result, iterations: int) -> None:
     result.line["peak_bytes"] = max(peaks, default=None)
 
 
-def shares(spans: Sequence[Span], counted: set[int], iterations: int) -> dict[str, float]:
+def shares(spans: Sequence[Span], counted: set[int], turns: Sequence[int]) -> dict[str, float]:
     """Of all ranks' time in the counted iterations, turn by turn."""
-    turns: dict[int, list[Span]] = {}
+    by_turn: dict[int, list[Span]] = {}
     for span in spans:
         if span.iteration in counted:
-            turns.setdefault(span.iteration // iterations, []).append(span)
-    parts = [summarize(turn, []) for turn in turns.values()]
+            by_turn.setdefault(turns[span.iteration], []).append(span)
+    parts = [summarize(turn, []) for turn in by_turn.values()]
     names = {"idle_share": "wait_share", "communication_share": "transfer_share"}
     names |= {name: name for name in ("realloc_share", "runtime_share")}
     return {new: round(statistics.fmean(part[old] for part in parts), 4) for new, old in names.items()}

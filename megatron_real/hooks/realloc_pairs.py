@@ -109,6 +109,7 @@ class ReallocPairs:
             # What a rank passes on inside its node would be mixed already.
             devices_per_node=cluster.devices_per_node if cluster.num_nodes > 1 and mix == 1.0 else None,
             order="layers" if pair in _streamed(program) else "fused",
+            fuse_large=wire.transport.gathers_with_all,
         )
         src, dst = (self._copies[key].shards if key in self._copies else None for key in pair)
         name = f"{pair[0]} -> {pair[1]}"

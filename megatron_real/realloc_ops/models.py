@@ -179,6 +179,7 @@ class Reallocator:
             rank=rank,
             devices_per_node=options.devices_per_node,
             order=options.order,
+            fuse_large=self._transport.gathers_with_all,
         ).of(rank)
         """This rank's part."""
         self._executor = ReallocExecutor(

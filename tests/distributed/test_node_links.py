@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_real.errors import PeerError
 from megatron_real.realloc_ops.execution import node_links
 from megatron_real.realloc_ops.execution.node_links import NodeLinks
+from megatron_real.realloc_ops.execution.regions import Regions
 from megatron_real.realloc_ops.execution.transports import Parcel, TorchTransport
 from tests.harness import run_ranks
 
@@ -62,24 +63,53 @@ def _talk() -> int:
             target = torch.zeros(size, dtype=torch.uint8)
             if (number + rank) % 3 == 0:
                 time.sleep(0.0005)
-            posted.append((links.receive(other, target), target, _payload(1000 * other + number, size)))
-            sent.append(links.send(other, _keep(_payload(1000 * rank + number, size))))
+            posted.append(
+                (links.receive(other, Regions(target)), target, _payload(1000 * other + number, size))
+            )
+            sent.append(links.send(other, Regions(_payload(1000 * rank + number, size))))
     for work in (*reversed(sent[: len(sent) // 2]), *sent, *(work for work, *_ in posted)):
         work.wait(_LONG)
     return sum(torch.equal(target, expected) for _, target, expected in posted)
 
 
-_KEPT: list[torch.Tensor] = []
-
-
-def _keep(tensor: torch.Tensor) -> torch.Tensor:
-    _KEPT.append(tensor)
-    return tensor
-
-
 @needs_memory
 def test_messages_of_a_pair_arrive_in_order_whoever_waits_for_what() -> None:
     assert run_ranks(3, _talk) == [70, 70, 70]
+
+
+def _scattered() -> list[bool]:
+    """What lies in many regions here and in others there: rows of a table, columns of it, whole tensors."""
+    links = NodeLinks.connect(dist.new_group(backend="gloo"))
+    rank = dist.get_rank()
+    shapes = [(3, 4096), (2500, 12), (1, 7), (5, 2, 3000)]
+    kinds = [
+        lambda shape: torch.zeros(shape, dtype=torch.uint8),
+        lambda shape: torch.zeros((*shape[:-1], shape[-1] + 5), dtype=torch.uint8)[..., 2:-3],
+        lambda shape: torch.zeros(tuple(reversed(shape)), dtype=torch.uint8).permute(
+            *reversed(range(len(shape)))
+        ),
+    ]
+    right = []
+    for number, here in enumerate(kinds):
+        targets = [here(shape) for shape in shapes]
+        sizes = [target.numel() for target in targets]
+        expected = _payload(number, sum(sizes)).split(sizes)
+        if rank == 0:
+            whole = _payload(number, sum(sizes))
+            gapped = torch.zeros(24, 3 * len(whole) // 24 + 50, dtype=torch.uint8)
+            rows = list(whole.split([len(whole) // 20] * 20 + [len(whole) % 20]))
+            pieces = [gapped[index, : len(row)].copy_(row) for index, row in enumerate(rows) if len(row)]
+            links.send(1, Regions(*pieces)).wait(_LONG)
+            right.append(True)
+        else:
+            links.receive(0, Regions(*targets)).wait(_LONG)
+            right.append(all(torch.equal(a.reshape(-1), b) for a, b in zip(targets, expected, strict=True)))
+    return right
+
+
+@needs_memory
+def test_the_kernel_gathers_and_scatters() -> None:
+    assert run_ranks(2, _scattered) == [[True] * 3] * 2
 
 
 def _meet_trouble() -> list[str]:
@@ -95,17 +125,17 @@ def _meet_trouble() -> list[str]:
                 links.close()
             elif trouble == 1:
                 with pytest.raises(RuntimeError, match="rank 0 closed"):
-                    links.send(0, payload).wait(_LONG)
+                    links.send(0, Regions(payload)).wait(_LONG)
             else:
                 os._exit(0)
             continue
-        work = links.receive(1, torch.zeros(9, dtype=torch.uint8))
+        work = links.receive(1, Regions(torch.zeros(9, dtype=torch.uint8)))
         for timeout in (_SHORT, _LONG) if trouble == 0 else (_LONG,):
             with pytest.raises(RuntimeError) as caught:
                 work.wait(timeout)
             texts.append(str(caught.value))
         with pytest.raises(RuntimeError):
-            links.send(1, payload)
+            links.send(1, Regions(payload))
         links.close()
     return texts
 
@@ -132,8 +162,8 @@ def _over_transport(blind_rank: int | None, node_links_wanted: bool) -> tuple[fr
     target = torch.zeros(1000, dtype=torch.uint8)
     behind, ahead = (rank - 1) % world, (rank + 1) % world
     both = transport.exchange(
-        Parcel(peer=ahead, payload=_payload(rank, 1000), label="ahead"),
-        Parcel(peer=behind, payload=target, label="behind"),
+        Parcel(peer=ahead, memory=Regions(_payload(rank, 1000)), label="ahead"),
+        Parcel(peer=behind, memory=Regions(target), label="behind"),
     )
     for pending in both:
         assert pending is not None

@@ -45,7 +45,7 @@ class _Slow(TorchTransport):
     def wait(self, pending: Pending) -> None:
         super().wait(pending)
         if pending.receives:
-            time.sleep(pending.parcel.payload.numel() / self.bytes_per_s)
+            time.sleep(pending.parcel.memory.num_bytes / self.bytes_per_s)
 
 
 def _outputs(copy) -> list[torch.Tensor]:

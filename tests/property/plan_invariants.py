@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_real.realloc_ops.planning.buckets import Message, Slice
+from megatron_real.realloc_ops.planning.buckets import Large, Message, Slice
 from megatron_real.realloc_ops.planning.plan import RankPlan, ReallocPlan
 from megatron_real.realloc_ops.planning.shards import DTYPE_BYTES, Box, ParamTable, Shard
 
@@ -44,13 +44,13 @@ def assert_invariants(
     plan: ReallocPlan,
     *,
     per_node: int | None = None,
-    large_apart: bool = False,
+    large: Large = "alone",
 ) -> None:
     """The list in the docstring of `plan.py`."""
     ranks = sorted({*src.ranks, *dst.ranks})
     assert sorted(plan.ranks) == ranks
     _Elements(src, dst, per_node, ranks).check(plan)
-    assert_messages(plan, large_apart)
+    assert_messages(plan, large)
 
 
 class _Elements:
@@ -133,7 +133,7 @@ class _Elements:
         assert part.bytes_received == part.bytes_bound == bound
 
 
-def assert_messages(plan: ReallocPlan, large_apart: bool) -> None:
+def assert_messages(plan: ReallocPlan, large: Large) -> None:
     """Sizes, alignment, numbers, waves, and the order of steps."""
     ends: Counter[object] = Counter()
     for part in plan.ranks.values():
@@ -145,7 +145,7 @@ def assert_messages(plan: ReallocPlan, large_apart: bool) -> None:
                     assert step.order[:3] == (int(message.relayed), message.wave, message.index)
                     ends[step.order, message] += 1
         for messages in _by_pair(part):
-            _check_pair(messages, plan.bucket_bytes, large_apart)
+            _check_pair(messages, plan.bucket_bytes, large)
         waves = [(piece.wave, piece.order) for piece in part.copies]
         assert waves == sorted(waves)
     assert set(ends.values()) <= {2}, "a message must be in a step of equal order on both ends"
@@ -158,13 +158,13 @@ def _by_pair(part: RankPlan) -> Iterator[list[Message]]:
     yield from pairs.values()
 
 
-def _check_pair(messages: list[Message], bucket_bytes: int, large_apart: bool) -> None:
+def _check_pair(messages: list[Message], bucket_bytes: int, large: Large) -> None:
     assert [message.index for message in messages] == list(range(len(messages)))
     total_bytes = sum(message.num_bytes for message in messages)
     waves: Counter[int] = Counter()
     for piece in (piece for message in messages for piece in message.slices):
         waves[piece.wave] += piece.num_bytes
-    apart = [wave for wave, num_bytes in waves.items() if large_apart and num_bytes >= bucket_bytes]
+    apart = [wave for wave, num_bytes in waves.items() if large == "apart" and num_bytes >= bucket_bytes]
     assert len(messages) <= total_bytes / bucket_bytes + 1 + 2 * len(apart)
     for message in messages:
         assert len({piece.wave for piece in message.slices}) == 1 or message.wave not in apart

@@ -10,8 +10,11 @@ import itertools
 import math
 import random
 import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_real.device_memory import MemoryLedger
+from megatron_real.realloc_ops.execution import packing
 from megatron_real.realloc_ops.execution.executor import InPlace, ReallocExecutor
 from megatron_real.realloc_ops.execution.streaming import Arrivals
 from megatron_real.realloc_ops.execution.transports import LocalNetwork
@@ -174,8 +178,22 @@ def make_case(seed: int, *, adopt: int | None = None, change_dtype: bool = True)
     return Case(src=sides[0], dst=sides[1], dtypes=dtypes)
 
 
+@contextmanager
+def short_pieces(seed: int) -> Iterator[None]:
+    """Let pieces be gathered and scattered that are as short as those here, or some of them, or few of them."""
+    rng = random.Random(seed)
+    with ExitStack() as patches:
+        for name, choices in (
+            ("_LEAST_SENT_BYTES", (1, 9)),
+            ("_LEAST_RECEIVED_BYTES", (1, 9)),
+            ("MOST_SENT_REGIONS", (2, 4, 32)),
+        ):
+            patches.enter_context(patch.object(packing, name, rng.choice(choices)))
+        yield
+
+
 def run_case(case: Case, plan: ReallocPlan, seed: int, ranks=None, **options) -> dict[int, ReallocExecutor]:
-    network = LocalNetwork()
+    network = LocalNetwork(gathers=bool(seed % 2))
     executors = {}
     for rank in plan.ranks:
         src, dst = case.sides(rank)
@@ -183,9 +201,10 @@ def run_case(case: Case, plan: ReallocPlan, seed: int, ranks=None, **options) ->
         executors[rank] = ReallocExecutor(
             plan.of(rank), src=src, dst=dst, transport=network.transport(rank), **own
         )
-    network.run(
-        {rank: executor.steps() for rank, executor in executors.items()}, pick=random.Random(seed).choice
-    )
+    with short_pieces(seed):
+        network.run(
+            {rank: executor.steps() for rank, executor in executors.items()}, pick=random.Random(seed).choice
+        )
     assert sum(network.bytes_by_pair.values()) == sum(part.bytes_bound for part in plan.ranks.values())
     return executors
 
@@ -282,7 +301,7 @@ def test_a_wave_is_announced_when_it_is_there(seed: int, devices_per_node: int |
     """Every announced wave is complete, local copies and duplicates included, while the run goes on."""
     case = make_case(seed)
     plan = case.plan(order="layers", devices_per_node=devices_per_node, bucket_bytes=32)
-    network = LocalNetwork()
+    network = LocalNetwork(gathers=bool(seed % 2))
     programs, watched = {}, []
     for rank in plan.ranks:
         src, dst = case.sides(rank)
@@ -297,7 +316,8 @@ def test_a_wave_is_announced_when_it_is_there(seed: int, devices_per_node: int |
             arrivals = _Checked(case.dst[rank], waves, moved(case))
             watched.append((arrivals, max(waves.values(), default=0)))
         programs[rank] = executor.steps(arrivals)
-    network.run(programs, pick=random.Random(seed).choice)
+    with short_pieces(seed):
+        network.run(programs, pick=random.Random(seed).choice)
     for arrivals, last in watched:
         assert arrivals.announced == sorted(set(arrivals.announced))
         assert arrivals.announced[-1] > last

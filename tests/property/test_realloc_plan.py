@@ -85,7 +85,7 @@ def test_any_two_shardings_keep_the_invariants(
     tables: tuple[ParamTable, ParamTable], bucket_bytes: int, per_node: int | None, order: ReallocOrder
 ) -> None:
     plan = build_realloc_plan(*tables, bucket_bytes=bucket_bytes, devices_per_node=per_node, order=order)
-    assert_invariants(*tables, plan, per_node=per_node, large_apart=order == "in_place")
+    assert_invariants(*tables, plan, per_node=per_node, large="apart" if order == "in_place" else "alone")
     if per_node is None:
         assert not any(message.relayed for part in plan.ranks.values() for message in part.receives)
         assert_balanced(tables[0], plan)

@@ -18,6 +18,7 @@ import torch
 
 from megatron_real.errors import PlanError
 from megatron_real.realloc_ops.execution.packing import Direction, Leg, Staging
+from megatron_real.realloc_ops.execution.transports import Transport
 from megatron_real.realloc_ops.planning.buckets import Message, Slice
 from megatron_real.realloc_ops.planning.plan import STAGING_SLOTS, RankPlan, Step
 from megatron_real.realloc_ops.planning.shards import Box, Shard
@@ -67,8 +68,10 @@ class BoundPlan:
     def reads(self) -> Iterator[tuple[torch.Tensor, ...]]:
         """The tensors that are read together, once for each time."""
         for step in self.steps:
-            if step.send is not None and step.send.packed:
-                yield step.send.parts
+            if step.send is not None:
+                yield step.send.direct
+                if step.send.packed:
+                    yield step.send.parts
             yield from (copies.sources for copies in step.copies)
         yield from (copies.sources for copies in self.rest)
 
@@ -91,7 +94,7 @@ class Binder:
         name: str,
         plan: RankPlan,
         *,
-        device: torch.device,
+        transport: Transport,
         direct_receives: bool = True,
         lean: bool = False,
     ) -> None:
@@ -100,13 +103,13 @@ class Binder:
         Args:
             name: for error messages.
             plan: this rank's part.
-            device: where the transport wants its payloads.
+            transport: says where it wants payloads, and in how many pieces.
             direct_receives: False receives nothing straight into a parameter: its old value is needed.
             lean: stage no more than two messages per direction, however small.
         """
         self._name = name
         self._plan = plan
-        self._device = device
+        self._transport = transport
         self._direct_receives = direct_receives
         self._lean = lean
         self._wire = {key: getattr(torch, dtype) for key, dtype in plan.wire_dtypes.items()}
@@ -189,13 +192,18 @@ class Binder:
         *,
         sends: bool,
     ) -> Direction:
+        def bound_part(message: Message, piece: Slice) -> tuple[torch.Tensor, torch.dtype]:
+            return part_of(message, piece), (self._relay if message.relayed else self._wire)[piece.key]
+
         return Direction(
             messages,
-            part_of=part_of,
-            dtype_of=lambda message, piece: (self._relay if message.relayed else self._wire)[piece.key],
-            staging=Staging(self._device, STAGING_SLOTS * self._plan.bucket_bytes, lean=self._lean),
+            part_of=bound_part,
+            staging=Staging(
+                self._transport.staging_device(), STAGING_SLOTS * self._plan.bucket_bytes, lean=self._lean
+            ),
             sends=sends,
             direct=sends or self._direct_receives,
+            gathers=self._transport.gathers,
         )
 
     def _duplicates(self, dst: LocalShards | None) -> tuple[tuple[int, torch.Tensor, torch.Tensor], ...]:

@@ -106,7 +106,7 @@ class ReallocExecutor:
         self._binder = Binder(
             self.name,
             plan,
-            device=transport.staging_device(),
+            transport=transport,
             direct_receives=self._mix == 1.0,
             lean=self._in_place is not None,
         )
@@ -341,11 +341,11 @@ class _Run:
 
     def _post(self, step: BoundStep) -> Exchange:
         send, receive = step.send, step.receive
-        if send is not None and send.place is not None and send.packed:
+        if send is not None and send.packed:
             copy_tensors(send.parts, send.staged)
             self._after_read(send.parts)
-        if receive is not None and receive.place is None:
-            self._before_write(receive.parts)
+        if receive is not None:
+            self._before_write(receive.direct)
         return self._transport.exchange(
             send.parcel if send is not None else None, receive.parcel if receive is not None else None
         )
@@ -354,14 +354,13 @@ class _Run:
         step, exchange = self._under_way.popleft()
         if step.receive is not None and exchange.received is not None:
             yield exchange.received
-            if step.receive.place is not None:
+            if step.receive.parts:
                 self._before_write(step.receive.parts)
                 self._deliver(step.receive.staged, step.receive.parts)
             self._count(step.receive.wave)
         if step.send is not None and exchange.sent is not None:
             yield exchange.sent
-            if step.send.place is None:
-                self._after_read(step.send.parts)
+            self._after_read(step.send.direct)
         self._num_finished += 1
 
     def _complete(self) -> Iterator[Pending]:

@@ -4,12 +4,17 @@ Gloo moves every byte through two sockets' buffers and a thread of its own; betw
 the kernel (`process_vm_readv`, which MPI libraries use for the same reason) takes half of the time and no buffer. What
 goes over a socket is only that a payload is ready, and where, and that it was taken.
 
+A payload may lie in many regions on either side: the kernel gathers and scatters while it copies. A region of a few
+cache lines costs the receiver little, but the kernel looks up the pages of each region of the sender by itself, so
+those should be larger, and few: all of a message stand in one record (`MOST_SENT_REGIONS`).
+
 A pair of ranks has one Unix socket. Records on it are in order, so messages of a pair match by their order alone, as
 those of a process group do. Whoever waits for one message serves all that it has posted, over all links: a receiver
 copies what peers offer whatever it waits for itself. A socket closes with its process, so a dead peer is known at once.
 
 Invariants (tests/distributed/test_node_links.py):
     - a payload is read only after its receive was posted, and may be overwritten once its send is complete;
+    - it arrives whatever the regions on both sides are, if they have as many bytes;
     - two ranks have a link or have none: both can read the other's memory, which was tried;
     - nothing is posted to a link that is closed.
 """
@@ -31,27 +36,28 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+import numpy as np
 import torch.distributed as dist
 
 from megatron_real.errors import PeerError
 from megatron_real.process_groups import exchange
+from megatron_real.realloc_ops.execution.regions import Regions, bytes_from
 
-__all__ = ["LinkWork", "NodeLinks"]
+__all__ = ["MOST_SENT_REGIONS", "LinkWork", "NodeLinks"]
 
-_RECORD = struct.Struct("=QQ")
-"""Address and size of a payload; or how many of the oldest payloads that were offered are taken, and 0."""
+MOST_SENT_REGIONS = 32
+"""Of a message. Records of all messages that are offered and not taken must find room in a socket's buffer."""
+_REGION_BYTES = 16
+"""Of a region in a record, address and size: a record of regions offers a payload."""
+_TAKEN = struct.Struct("=Q")
+"""A record of this size: how many of the oldest payloads that were offered are taken."""
+_MOST_COPIED_REGIONS = 1024
+"""Of one call (`UIO_MAXIOV` of <linux/uio.h>)."""
 _TOLD_BYTES = 16 << 20
 """After so many bytes the peer is told what was taken. Each time costs it a wake-up, and it may wait for a buffer."""
 _TOKEN_BYTES = 16
 _CONNECT_S = 60.0
 """How long a rank that has just said that it connected may take for its first record."""
-
-
-class _Region(ctypes.Structure):
-    """`struct iovec` of <sys/uio.h>."""
-
-    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
 
 
 class _Hello(NamedTuple):
@@ -69,14 +75,13 @@ class _Hello(NamedTuple):
 class LinkWork:
     """A message under way, like `torch.distributed.Work`."""
 
-    __slots__ = ("_link", "_links", "done", "num_bytes", "target")
+    __slots__ = ("_link", "_links", "done", "payload")
 
-    def __init__(self, links: NodeLinks, link: _Link, target: int, num_bytes: int) -> None:
-        """Made by `NodeLinks`; `target` is where a received payload goes."""
+    def __init__(self, links: NodeLinks, link: _Link, payload: Regions) -> None:
+        """Made by `NodeLinks`."""
         self._links = links
         self._link = link
-        self.target = target
-        self.num_bytes = num_bytes
+        self.payload = payload
         self.done = False
 
     def wait(self, timeout: datetime.timedelta) -> None:
@@ -97,9 +102,11 @@ class LinkWork:
 class NodeLinks:
     """The links of one rank, for one user at a time."""
 
-    def __init__(self, links: dict[int, _Link]) -> None:
+    def __init__(self, links: dict[int, _Link], *, complete: bool) -> None:
         """Use `connect`."""
         self._links = links
+        self.complete = complete
+        """Whether all pairs of ranks of the group have a link; the same on all of them."""
         self.peers = frozenset(links)
         """The ranks that have a link with this one."""
         self._by_descriptor = {link.socket.fileno(): link for link in links.values()}
@@ -146,28 +153,30 @@ class NodeLinks:
                 links[other] = link
             else:
                 connected.close()
-        return cls(links)
+        counts = exchange(len(links), None, group=group, what="memory links")
+        return cls(links, complete=all(count == len(counts) - 1 for count in counts.values()))
 
-    def send(self, peer: int, payload: torch.Tensor) -> LinkWork:
-        """Offer a payload, flat and on the CPU.
+    def send(self, peer: int, payload: Regions) -> LinkWork:
+        """Offer a payload of at most `MOST_SENT_REGIONS`.
 
         Raises:
             RuntimeError: the peer is gone.
         """
-        link = self._open(peer)
-        work = LinkWork(self, link, 0, payload.numel())
+        link, table = self._open(peer), payload.table()
+        assert len(table) <= MOST_SENT_REGIONS, f"{len(table)} regions in one message"
+        work = LinkWork(self, link, payload)
         link.sent.append(work)
-        link.tell(_RECORD.pack(payload.data_ptr(), payload.numel()))
+        link.tell(table.tobytes())
         return work
 
-    def receive(self, peer: int, payload: torch.Tensor) -> LinkWork:
+    def receive(self, peer: int, payload: Regions) -> LinkWork:
         """Say where the next payload of a peer goes; it comes while this rank waits for some message.
 
         Raises:
             RuntimeError: the peer is gone.
         """
         link = self._open(peer)
-        work = LinkWork(self, link, payload.data_ptr(), payload.numel())
+        work = LinkWork(self, link, payload)
         link.wanted.append(work)
         return work
 
@@ -207,8 +216,8 @@ class _Link:
         """Offered and not yet taken."""
         self.wanted: deque[LinkWork] = deque()
         """Posted receives whose payload was not offered."""
-        self.offers: deque[tuple[int, int]] = deque()
-        """Address and size of payloads that nobody wanted yet."""
+        self.offers: deque[np.ndarray] = deque()
+        """Tables of the regions of payloads that nobody wanted yet."""
         self.why_closed = ""
         self._peer = peer
         self._process_id = struct.unpack(
@@ -219,7 +228,7 @@ class _Link:
         """Try to read the peer's memory, and ask it whether it could read this rank's."""
         found = ctypes.create_string_buffer(_TOKEN_BYTES)
         with suppress(RuntimeError):
-            self._copy(hello.token_at, ctypes.addressof(found), _TOKEN_BYTES)
+            self._copy(*(_table(at, _TOKEN_BYTES) for at in (hello.token_at, ctypes.addressof(found))))
         mine = found.raw == hello.token
         self.socket.settimeout(_CONNECT_S)
         self.socket.send(b"1" if mine else b"0")
@@ -238,7 +247,7 @@ class _Link:
         """Read the records that are there."""
         while True:
             try:
-                record = self.socket.recv(_RECORD.size, socket.MSG_DONTWAIT)
+                record = self.socket.recv(MOST_SENT_REGIONS * _REGION_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -248,59 +257,70 @@ class _Link:
             if not record:
                 self.why_closed = self.why_closed or f"rank {self._peer} closed its connection{reason}"
                 return
-            first, num_bytes = _RECORD.unpack(record)
-            if num_bytes:
-                self.offers.append((first, num_bytes))
-            else:
-                for _ in range(first):
+            if len(record) == _TAKEN.size:
+                for _ in range(_TAKEN.unpack(record)[0]):
                     self.sent.popleft().done = True
+            else:
+                self.offers.append(np.frombuffer(record, np.int64).reshape(-1, 2))
 
     def take(self) -> bool:
         """Copy what is offered and wanted, and tell the peer; whether there was something."""
         count, taken_bytes, took = 0, 0, False
         while self.offers and self.wanted:
-            (address, num_bytes), work = self.offers.popleft(), self.wanted.popleft()
+            offer, work = self.offers.popleft(), self.wanted.popleft()
             took = True
-            if num_bytes != work.num_bytes:
+            num_bytes, expected_bytes = int(offer[:, 1].sum()), work.payload.num_bytes
+            if num_bytes != expected_bytes:
                 self.why_closed = (
-                    f"rank {self._peer} sent {num_bytes} bytes where {work.num_bytes} were expected"
+                    f"rank {self._peer} sent {num_bytes} bytes where {expected_bytes} were expected"
                 )
                 break
             try:
-                self._copy(address, work.target, num_bytes)
+                self._copy(offer, work.payload.table())
             except RuntimeError as error:
                 self.why_closed = str(error)
                 break
             work.done = True
             count, taken_bytes = count + 1, taken_bytes + num_bytes
             if taken_bytes >= _TOLD_BYTES:
-                self.tell(_RECORD.pack(count, 0))
+                self.tell(_TAKEN.pack(count))
                 count = taken_bytes = 0
         if count:
-            self.tell(_RECORD.pack(count, 0))
+            self.tell(_TAKEN.pack(count))
         return took
 
-    def _copy(self, source: int, target: int, num_bytes: int) -> None:
-        """Copy from the peer's memory; one call moves at most 2 GiB."""
-        done = 0
+    def _copy(self, there: np.ndarray, here: np.ndarray) -> None:
+        """Copy from the peer's memory; both tables have as many bytes. One call moves at most 2 GiB."""
+        done, num_bytes = 0, int(here[:, 1].sum())
+        if max(len(here), len(there)) <= _MOST_COPIED_REGIONS:
+            done = self._read_memory(there, here)
         while done < num_bytes:
-            here = _Region(target + done, num_bytes - done)
-            there = _Region(source + done, num_bytes - done)
-            copied = _LIBC.process_vm_readv(
-                self._process_id, ctypes.byref(here), 1, ctypes.byref(there), 1, 0
+            to = bytes_from(here, done, _MOST_COPIED_REGIONS)
+            # No more of the peer's pages than are copied: the kernel would look them up all the same.
+            stop = done + int(to[:, 1].sum())
+            of = bytes_from(there, done, _MOST_COPIED_REGIONS, stop)
+            done += self._read_memory(of, to)
+
+    def _read_memory(self, there: np.ndarray, here: np.ndarray) -> int:
+        copied: int = _LIBC.process_vm_readv(
+            self._process_id, here.ctypes.data, len(here), there.ctypes.data, len(there), 0
+        )
+        if copied <= 0:
+            raise RuntimeError(
+                f"memory of rank {self._peer} could not be read: {os.strerror(ctypes.get_errno())}"
             )
-            if copied <= 0:
-                raise RuntimeError(
-                    f"memory of rank {self._peer} could not be read: {os.strerror(ctypes.get_errno())}"
-                )
-            done += copied
+        return copied
+
+
+def _table(address: int, num_bytes: int) -> np.ndarray:
+    return np.array([(address, num_bytes)], np.int64)
 
 
 def _load() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "linux":
         library.process_vm_readv.restype = ctypes.c_ssize_t
-        regions = (ctypes.POINTER(_Region), ctypes.c_ulong)
+        regions = (ctypes.c_void_p, ctypes.c_ulong)
         library.process_vm_readv.argtypes = (ctypes.c_int, *regions, *regions, ctypes.c_ulong)
     return library
 

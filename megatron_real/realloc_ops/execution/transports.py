@@ -13,6 +13,7 @@ Invariants (tests/unit/realloc_ops/test_transports.py, tests/distributed/test_re
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import threading
 import time
@@ -26,7 +27,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_real.errors import PeerError, RealError
-from megatron_real.realloc_ops.execution.node_links import LinkWork, NodeLinks
+from megatron_real.realloc_ops.execution.node_links import MOST_SENT_REGIONS, LinkWork, NodeLinks
+from megatron_real.realloc_ops.execution.regions import Regions
 
 __all__ = ["Exchange", "LocalNetwork", "Parcel", "Pending", "TorchTransport", "Transport", "Turns"]
 
@@ -39,10 +41,17 @@ class Parcel:
 
     peer: int
     """Global rank."""
-    payload: torch.Tensor
-    """Flat uint8 tensor on the transport's staging device."""
+    memory: Regions
+    """On the transport's staging device. Bytes in one piece, unless the transport `gathers` with the peer."""
     label: str
     """For error messages."""
+
+    @property
+    def payload(self) -> torch.Tensor:
+        """The flat uint8 tensor of a parcel in one piece."""
+        (payload,) = self.memory.tensors
+        assert (payload.dtype, payload.dim()) == (torch.uint8, 1), f"{self.label} is not in one piece"
+        return payload
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +78,10 @@ class Transport(Protocol):
 
     def staging_device(self) -> torch.device:
         """Where payloads must lie."""
+        ...
+
+    def gathers(self, peer: int) -> bool:
+        """Whether a parcel for or from this peer may be any tensors (sent: of at most `MOST_SENT_REGIONS`)."""
         ...
 
     def turn(self) -> AbstractContextManager[object]:
@@ -161,6 +174,8 @@ class TorchTransport:
         self._links = links
         self.linked_peers = links.peers if links is not None else frozenset[int]()
         """The ranks that are reached by memory and not over the group."""
+        self.gathers_with_all = links is not None and links.complete
+        """Whether that is true of all pairs of ranks of the group."""
         self._rank = dist.get_rank()
         self._places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
         self._turns = Turns()
@@ -189,6 +204,9 @@ class TorchTransport:
 
     def staging_device(self) -> torch.device:
         return self._device
+
+    def gathers(self, peer: int) -> bool:
+        return peer in self.linked_peers
 
     def turn(self) -> AbstractContextManager[object]:
         return self._turns.take()
@@ -224,7 +242,7 @@ class TorchTransport:
             if parcel.peer in self.linked_peers:
                 assert self._links is not None, "a rank without links has no linked peers"
                 post = self._links.receive if receives else self._links.send
-                work = post(parcel.peer, parcel.payload)
+                work = post(parcel.peer, parcel.memory)
             else:
                 through = self._group.recv if receives else self._group.send
                 work = through([parcel.payload], self._places[parcel.peer], 0)
@@ -250,9 +268,11 @@ class TorchTransport:
         )
 
     def wait(self, pending: Pending) -> None:
-        deadline_s = time.monotonic() + self._timeout_s
         work, on_cuda = pending.work, self._device.type == "cuda"
         assert work is not None, "exchange gives every message its work"
+        if isinstance(work, LinkWork) and work.done:
+            return
+        deadline_s = time.monotonic() + self._timeout_s
         try:
             if on_cuda and isinstance(work, dist.Work):
                 work.wait()  # with a timeout NCCL would block this thread
@@ -294,8 +314,9 @@ class LocalNetwork:
     that is not complete; if nobody can advance, the ranks have deadlocked, which is found at once and without a clock.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, *, gathers: bool = False) -> None:
         self._device = device or torch.device("cpu")
+        self.gathers = gathers
         self._sent: dict[tuple[int, int], deque[Pending]] = {}
         self._wanted: dict[tuple[int, int], deque[Pending]] = {}
         self.bytes_by_pair: dict[tuple[int, int], int] = {}
@@ -345,13 +366,15 @@ class LocalNetwork:
         all_sent, all_wanted = self._sent.get((src, dst)), self._wanted.get((src, dst))
         while all_sent and all_wanted:
             sent, wanted = all_sent.popleft(), all_wanted.popleft()
-            num_bytes = sent.parcel.payload.numel()
-            if num_bytes != wanted.parcel.payload.numel():
+            num_bytes, expected_bytes = sent.parcel.memory.num_bytes, wanted.parcel.memory.num_bytes
+            if num_bytes != expected_bytes:
                 raise RealError(
-                    f"reallocation: {wanted.parcel.label}: found {num_bytes} bytes sent; expected "
-                    f"{wanted.parcel.payload.numel()}."
+                    f"reallocation: {wanted.parcel.label}: found {num_bytes} bytes sent; expected {expected_bytes}."
                 )
-            wanted.parcel.payload.copy_(sent.parcel.payload)
+            if self.gathers:
+                _copy(sent.parcel.memory, wanted.parcel.memory)
+            else:
+                wanted.parcel.payload.copy_(sent.parcel.payload)
             sent.delivered = wanted.delivered = True
             self.bytes_by_pair[src, dst] = self.bytes_by_pair.get((src, dst), 0) + num_bytes
             self.messages_by_pair[src, dst] = self.messages_by_pair.get((src, dst), 0) + 1
@@ -364,6 +387,17 @@ class LocalNetwork:
         return self._device
 
 
+def _copy(sent: Regions, wanted: Regions) -> None:
+    """As the kernel does for `node_links`: by address."""
+    source = sent.table()
+    assert len(source) <= MOST_SENT_REGIONS, f"found {len(source)} regions in one message"
+    content = b"".join(ctypes.string_at(address, num_bytes) for address, num_bytes in source.tolist())
+    start = 0
+    for address, num_bytes in wanted.table().tolist():
+        ctypes.memmove(address, content[start : start + num_bytes], num_bytes)
+        start += num_bytes
+
+
 class _LocalTransport:
     """One rank's end of a `LocalNetwork`."""
 
@@ -373,6 +407,9 @@ class _LocalTransport:
 
     def staging_device(self) -> torch.device:
         return self._network.staging_device()
+
+    def gathers(self, peer: int) -> bool:
+        return self._network.gathers
 
     def turn(self) -> AbstractContextManager[object]:
         return nullcontext()

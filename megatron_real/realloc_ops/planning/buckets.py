@@ -5,9 +5,10 @@ slices may be of several waves; messages of a pair follow each other in ascendin
 
 Invariants (tests/unit/realloc_ops/test_buckets.py):
     - a message holds at most the bucket's bytes;
-    - a large slice that lies in one piece in a shard of either end travels alone, so that this end needs no copy of it;
+    - a large slice that lies in one piece in a shard of either end travels alone, so that this end needs no copy of it
+      (unless "fused");
     - the other n bytes of a pair need at most n / bucket + 1 messages, where they do not make room for such a slice
-      (and with `large_apart`, for a wave that fills a bucket);
+      (and with "apart", for a wave that fills a bucket);
     - inside a message slices come in descending element size, then ascending wave, so each starts at a multiple of its
       element size; where all elements are of one size, slices ascend in wave;
     - no message begins with a later wave than the next one, and whatever a message holds of a later wave than the next
@@ -20,17 +21,24 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron_real.errors import PlanError
 from megatron_real.realloc_ops.planning.shards import Box
 
-__all__ = ["ALONE_BYTES", "Message", "Slice", "cut_range", "fill_messages"]
+__all__ = ["ALONE_BYTES", "Large", "Message", "Slice", "cut_range", "fill_messages"]
 
 _BUCKET_STEP_BYTES = 16
 """Buckets are a multiple of the largest element, so that a bucket can always be filled to its last byte."""
 ALONE_BYTES = 256 * 1024
 """From here on a copy costs more than a message."""
+
+
+Large = Literal["alone", "apart", "fused"]
+"""What becomes of large slices. ``alone``: one of at least `ALONE_BYTES` travels alone if one end then needs no copy of
+it. ``apart``: so does it, and a wave that fills a bucket shares no message with other waves, so that no end touches a
+large tensor before or after its time; that costs up to two messages for each such wave. ``fused``: it is fused with
+others, where neither end needs a copy for that (`Transport.gathers`)."""
 
 
 class Slice(NamedTuple):
@@ -136,12 +144,11 @@ def fill_messages(
     bucket_bytes: int,
     *,
     relayed: bool = False,
-    large_apart: bool = False,
+    large: Large = "alone",
 ) -> tuple[Message, ...]:
     """Fuse what `src` sends to `dst` into messages; both ends derive the same ones from the same slices.
 
-    A slice of at least a bucket gives messages of its own, of which only the remainder is fused with others. One of at
-    least `ALONE_BYTES` travels alone if one end then needs no copy of it.
+    A slice of at least a bucket gives messages of its own, of which only the remainder is fused with others.
 
     Args:
         src: who sends.
@@ -149,8 +156,7 @@ def fill_messages(
         slices: all that it sends, in any order.
         bucket_bytes: the most bytes of a message.
         relayed: in the second hop.
-        large_apart: a wave that fills a bucket shares no message with other waves, so that no end touches a large
-            tensor before or after its time. It costs up to two messages for each such wave.
+        large: what else is not fused.
 
     Raises:
         PlanError: the bucket is too small.
@@ -171,15 +177,15 @@ def fill_messages(
             wave=min(piece.wave for piece in bucket),
             relayed=relayed,
         )
-        for index, bucket in enumerate(_Filler(ordered, capacity_bytes, large_apart).buckets())
+        for index, bucket in enumerate(_Filler(ordered, capacity_bytes, large).buckets())
     )
 
 
 class _Filler:
     """Cuts slices, sorted by wave, into buckets."""
 
-    def __init__(self, slices: Iterable[Slice], capacity_bytes: int, large_apart: bool) -> None:
-        self._large_apart = large_apart
+    def __init__(self, slices: Iterable[Slice], capacity_bytes: int, large: Large) -> None:
+        self._large = large
         self._waves = deque(deque(pieces) for _, pieces in groupby(slices, key=lambda piece: piece.wave))
         self._capacity_bytes = capacity_bytes
         self._done: list[list[Slice]] = []
@@ -189,7 +195,7 @@ class _Filler:
     def buckets(self) -> list[list[Slice]]:
         while self._waves:
             pending = self._waves[0]
-            apart = self._large_apart and self._fills_a_bucket(pending)
+            apart = self._large == "apart" and self._fills_a_bucket(pending)
             if apart and self._current:
                 self._close()
             carried = bool(
@@ -217,7 +223,11 @@ class _Filler:
         return sum(piece.num_bytes for piece in pieces) >= self._capacity_bytes
 
     def _travels_alone(self, piece: Slice) -> bool:
-        return ALONE_BYTES <= piece.num_bytes <= self._capacity_bytes and piece.in_one_piece
+        return (
+            self._large != "fused"
+            and ALONE_BYTES <= piece.num_bytes <= self._capacity_bytes
+            and piece.in_one_piece
+        )
 
     def _fill_from_the_end(self, piece: Slice, pending: deque[Slice]) -> Slice:
         """Close the current bucket with the last elements of a large slice, whose start stays in one piece."""

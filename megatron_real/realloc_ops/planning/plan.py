@@ -20,7 +20,7 @@ Invariants (tests/property/test_realloc_plan.py, tests/property/test_moves.py):
     - of each destination box, bytes enter a node once if no rank there owns them, and else not at all;
     - owners of the same shards that stand in nodes alike send the same bytes, to one element per receiver;
     - messages number at most bytes / bucket + pairs in each hop, beside large slices that travel alone (`buckets`); in
-      place two more for each wave that fills a bucket;
+      place two more for each wave that fills a bucket; none is beside them if all is fused;
     - steps ascend in hop, then wave;
     - the plan of one rank equals that rank's part of the plan of all ranks.
 """
@@ -29,9 +29,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 from megatron_real.errors import PlanError
-from megatron_real.realloc_ops.planning.buckets import Message, Slice, fill_messages
+from megatron_real.realloc_ops.planning.buckets import Large, Message, Slice, fill_messages
 from megatron_real.realloc_ops.planning.exchanges import Exchanges, ReallocOrder
 from megatron_real.realloc_ops.planning.queues import Queues, RelayGroup, Stretch
 from megatron_real.realloc_ops.planning.shards import ParamTable, require_same_tensors
@@ -39,6 +40,7 @@ from megatron_real.realloc_ops.planning.shards import ParamTable, require_same_t
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "STAGING_SLOTS",
+    "PlanOptions",
     "RankPlan",
     "ReallocOrder",
     "ReallocPlan",
@@ -150,14 +152,21 @@ class ReallocPlan:
         return "\n".join(lines)
 
 
+class PlanOptions(TypedDict, total=False):
+    """How weights travel."""
+
+    bucket_bytes: int
+    """The most bytes in one message (rounded down to a multiple of 16)."""
+    devices_per_node: int | None
+    """Consecutive ranks of one node, from multiples of it; None is one node."""
+    order: ReallocOrder
+    """What travels first."""
+    fuse_large: bool
+    """Fuse large slices with others too: for a transport that gathers with all ranks. In place they travel apart."""
+
+
 def build_realloc_plan(
-    src: ParamTable,
-    dst: ParamTable,
-    *,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    rank: int | None = None,
-    devices_per_node: int | None = None,
-    order: ReallocOrder = "fused",
+    src: ParamTable, dst: ParamTable, *, rank: int | None = None, **options: Unpack[PlanOptions]
 ) -> ReallocPlan:
     """Plan the messages and local copies that turn `src` shards into `dst` shards.
 
@@ -166,41 +175,53 @@ def build_realloc_plan(
     Args:
         src: what the ranks hold.
         dst: what the ranks shall hold; may be of another dtype, which is converted on arrival.
-        bucket_bytes: the most bytes in one message (rounded down to a multiple of 16).
         rank: plan only this rank's part; None plans for all ranks of either table.
-        devices_per_node: consecutive ranks of one node, from multiples of it; None is one node.
-        order: what travels first.
+        options: see `PlanOptions`.
 
     Raises:
         PlanError: a tensor exists on one side only or has another global shape; an element of the destination has
             no source; or source boxes overlap without being equal.
     """
-    if devices_per_node is not None and devices_per_node < 1:
-        raise PlanError(f"reallocation: found {devices_per_node} devices per node; expected at least 1.")
     require_same_tensors(src, dst)
-    planner = _Planner(src, dst, order, bucket_bytes, devices_per_node)
+    how = _How(**options)
+    planner = _Planner(src, dst, how)
     wanted = sorted({*src.ranks, *dst.ranks}) if rank is None else [rank]
     return ReallocPlan(
-        bucket_bytes=bucket_bytes, ranks={member: planner.part_of(member) for member in wanted}
+        bucket_bytes=how.bucket_bytes, ranks={member: planner.part_of(member) for member in wanted}
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _How:
+    """`PlanOptions`, all of them."""
+
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    devices_per_node: int | None = None
+    order: ReallocOrder = "fused"
+    fuse_large: bool = False
+
+    def __post_init__(self) -> None:
+        if self.devices_per_node is not None and self.devices_per_node < 1:
+            raise PlanError(
+                f"reallocation: found {self.devices_per_node} devices per node; expected at least 1."
+            )
+
+    @property
+    def large(self) -> Large:
+        if self.order == "in_place":
+            return "apart"
+        return "fused" if self.fuse_large else "alone"
 
 
 class _Planner:
     """Shares the work between the ranks whose parts are planned together."""
 
-    def __init__(
-        self,
-        src: ParamTable,
-        dst: ParamTable,
-        order: ReallocOrder,
-        bucket_bytes: int,
-        devices_per_node: int | None,
-    ) -> None:
-        self._exchanges = Exchanges(src, dst, order)
-        self._queues = Queues(self._exchanges, devices_per_node)
-        self._large_apart = order == "in_place"
-        self._bucket_bytes = bucket_bytes
-        self._per_node = devices_per_node
+    def __init__(self, src: ParamTable, dst: ParamTable, how: _How) -> None:
+        self._exchanges = Exchanges(src, dst, how.order)
+        self._queues = Queues(self._exchanges, how.devices_per_node)
+        self._large = how.large
+        self._bucket_bytes = how.bucket_bytes
+        self._per_node = how.devices_per_node
         self._position = {member: at for at, member in enumerate(sorted({*src.ranks, *dst.ranks}))}
         self._wire_dtypes = {key: spec.dtype for key, spec in src.specs.items()}
         self._relay_dtypes = {key: spec.dtype for key, spec in dst.specs.items()}
@@ -254,7 +275,7 @@ class _Planner:
             src, dst, relayed = pair
             if pair not in self._messages:
                 self._messages[pair] = fill_messages(
-                    src, dst, slices, self._bucket_bytes, relayed=relayed, large_apart=self._large_apart
+                    src, dst, slices, self._bucket_bytes, relayed=relayed, large=self._large
                 )
             if relayed:
                 assert self._per_node is not None, "only nodes relay"

@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 
+from megatron_real.realloc_ops.execution.regions import Regions
 from megatron_real.realloc_ops.execution.transports import Parcel, Pending, Transport
 
 __all__ = ["Tree"]
@@ -95,12 +96,12 @@ class Tree:
 
     def _send(self, payload: torch.Tensor, peer: int) -> Pending:
         label = f"{self._name}: checks from rank {self.rank} to rank {peer}"
-        sent, _ = self._transport.exchange(Parcel(peer=peer, payload=payload, label=label), None)
+        sent, _ = self._transport.exchange(Parcel(peer=peer, memory=Regions(payload), label=label), None)
         assert sent is not None, "a parcel was given"
         return sent
 
     def _receive(self, payload: torch.Tensor, peer: int) -> Pending:
         label = f"{self._name}: checks from rank {peer} to rank {self.rank}"
-        _, received = self._transport.exchange(None, Parcel(peer=peer, payload=payload, label=label))
+        _, received = self._transport.exchange(None, Parcel(peer=peer, memory=Regions(payload), label=label))
         assert received is not None, "a parcel was given"
         return received

@@ -107,16 +107,14 @@ class LocalShards:
         self._all = (*placed, *(other for _, other in duplicates), *padding)
         unique = {id(item.owner): item.owner for item in self._all}
         self._owners = tuple(unique.values())
+        self.devices = frozenset(owner.device for owner in self._owners)
+        """As of the last `resolve`."""
         self._storages: tuple[tuple[int, int], ...] = ()
         self._views: dict[Shard, torch.Tensor] = {}
         self._duplicate_views: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
         self._padding_views: tuple[torch.Tensor, ...] = ()
         self.generation = 0
         """Counts how often views were made: it grows only when a parameter was bound to another storage."""
-
-    @property
-    def devices(self) -> frozenset[torch.device]:
-        return frozenset(owner.device for owner in self._owners)
 
     def resolve(self, *, check: bool = True) -> Mapping[Shard, torch.Tensor]:
         """Views of all shards, of box shape; cheap unless a parameter moved to another storage.
@@ -137,6 +135,7 @@ class LocalShards:
             self._views = {item.shard: item.view() for item in self._placed}
             self._duplicate_views = tuple((first.view(), other.view()) for first, other in self._duplicates)
             self._padding_views = tuple(item.view() for item in self._padding)
+            self.devices = frozenset(owner.device for owner in self._owners)
             self._storages = storages
             self.generation += 1
         return self._views

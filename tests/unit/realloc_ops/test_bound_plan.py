@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from megatron_real.realloc_ops.execution.bound_plan import Binder, BoundPlan, shard_waves
 from megatron_real.realloc_ops.execution.packing import Staging
+from megatron_real.realloc_ops.execution.transports import LocalNetwork
 from megatron_real.realloc_ops.planning.plan import RankPlan, ReallocPlan, build_realloc_plan
 from megatron_real.realloc_ops.planning.shards import ParamTable, Shard
 from tests.synthetic_copies import Copy, SyntheticLayout, SyntheticModel, build_copy
@@ -31,7 +31,7 @@ def _allocate(both: tuple[Staging, Staging]) -> None:
 
 def _bind(plan: RankPlan, src: Copy, dst: Copy) -> BoundPlan:
     views = [copy.shards.resolve(check=False) for copy in (src, dst)]
-    binder = Binder("realloc", plan, device=torch.device("cpu"), direct_receives=True)
+    binder = Binder("realloc", plan, transport=LocalNetwork().transport(plan.rank), direct_receives=True)
     return binder.bind(src.shards, dst.shards, *views, allocate=_allocate)
 
 

@@ -87,7 +87,7 @@ def test_a_large_wave_shares_no_message_if_it_is_apart() -> None:
     """In place its tensor would be begun with the wave before it, and kept until that after it."""
     before, large, after = _slice(0, (12,), 4), _slice(1, (9, 4), 4)._replace(wave=1), _slice(2, (2,), 4)
     after = after._replace(wave=2)
-    messages = fill_messages(0, 1, [after, large, before], 64, large_apart=True)
+    messages = fill_messages(0, 1, [after, large, before], 64, large="apart")
     assert [[piece.key for piece in message.slices] for message in messages] == [
         ["t0"],
         *[["t1"]] * 3,
@@ -152,6 +152,8 @@ def test_what_needs_no_copy_if_it_is_alone_travels_alone() -> None:
         ["one that is the whole shard"],
         ["columns", "small"],
     ]
+    (fused,) = fill_messages(0, 1, slices, 32 << 20, large="fused")
+    assert [piece.key for piece in fused.slices] == list(pieces)
     late = slices[0]._replace(wave=1)
     first, second = fill_messages(0, 1, [late, slices[3]], 32 << 20)
     assert [first.slices[0].key, second.slices[0].key] == ["small", "rows of both"]

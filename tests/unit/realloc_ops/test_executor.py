@@ -10,6 +10,7 @@ import torch
 from megatron_real.device_memory import MemoryLedger
 from megatron_real.errors import CapacityError, ConfigError, PeerError, PlanError, RealError
 from megatron_real.realloc_ops.execution.executor import ReallocExecutor
+from megatron_real.realloc_ops.execution.regions import Regions
 from megatron_real.realloc_ops.execution.transports import LocalNetwork, Parcel
 from megatron_real.realloc_ops.planning.plan import ReallocPlan, build_realloc_plan
 from megatron_real.realloc_ops.planning.shards import ParamTable
@@ -107,10 +108,12 @@ def test_a_run_alone_reports_the_deadlock() -> None:
 
 def test_messages_of_unequal_size_are_refused() -> None:
     network = LocalNetwork()
-    network.transport(0).exchange(Parcel(peer=1, payload=torch.zeros(4, dtype=torch.uint8), label="m"), None)
+    network.transport(0).exchange(
+        Parcel(peer=1, memory=Regions(torch.zeros(4, dtype=torch.uint8)), label="m"), None
+    )
     with pytest.raises(RealError, match="m: found 4 bytes sent; expected 5"):
         network.transport(1).exchange(
-            None, Parcel(peer=0, payload=torch.zeros(5, dtype=torch.uint8), label="m")
+            None, Parcel(peer=0, memory=Regions(torch.zeros(5, dtype=torch.uint8)), label="m")
         )
 
 

@@ -25,17 +25,21 @@ def _message(dst: int, keys: str, *, rows: int = 2, first: int = 0) -> Message:
 
 
 def _direction(
-    messages: list[Message | None], tensors: dict[str, torch.Tensor], *, sends: bool = True
+    messages: list[Message | None],
+    tensors: dict[str, torch.Tensor],
+    *,
+    sends: bool = True,
+    gathers: bool = False,
 ) -> Direction:
-    def part_of(_: Message, piece: Slice) -> torch.Tensor:
-        return tensors[piece.key][piece.box.slices_in(piece.src_box)]
+    def part_of(_: Message, piece: Slice) -> tuple[torch.Tensor, torch.dtype]:
+        return tensors[piece.key][piece.box.slices_in(piece.src_box)], torch.float32
 
     return Direction(
         messages,
         part_of=part_of,
-        dtype_of=lambda *_: torch.float32,
         staging=Staging(_CPU, _LIMIT_BYTES),
         sends=sends,
+        gathers=lambda _: gathers,
     )
 
 
@@ -58,7 +62,7 @@ def test_equal_bytes_for_several_receivers_are_packed_once() -> None:
     legs = direction.legs()
     first, second = range(48), range(48, 96)
     assert [leg and (leg.place, leg.packed, leg.parcel.peer) for leg in legs] == [
-        (first, True, 1), (first, False, 2), None, (first, False, 3), (second, True, 1), (None, True, 2),
+        (first, True, 1), (first, False, 2), None, (first, False, 3), (second, True, 1), (None, False, 2),
         (second, False, 2), (first, False, 1), (first, True, 1), (second, True, 1),
     ]  # fmt: skip
     assert direction.staging.num_bytes == 2 * 48
@@ -70,6 +74,38 @@ def test_what_is_received_is_never_shared() -> None:
     direction = _direction([_message(1, "ab"), _message(1, "ab")], tensors, sends=False)
     direction.staging.allocate()
     assert [leg.place for leg in direction.legs()] == [range(48), range(48, 96)]
+
+
+def test_only_short_pieces_are_staged_where_the_transport_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {key: torch.arange(12.0).view(4, 3) for key in "abcde"}
+    tensors["b"] = torch.arange(24.0).view(4, 6)[:, :3]  # rows of 12 bytes
+    tensors["c"] = torch.arange(12.0).view(3, 4).t()
+    tensors["d"] = torch.arange(12, dtype=torch.float64).view(4, 3)  # sent as float32
+
+    def staged(keys: str, *, sends: bool, most: int = 32) -> str:
+        monkeypatch.setattr(packing, "MOST_SENT_REGIONS", most)
+        direction = _direction([_message(1, keys, rows=4)], tensors, sends=sends, gathers=True)
+        direction.staging.allocate()
+        (leg,) = direction.legs()
+        assert leg is not None
+        places = [part.data_ptr() for part in leg.parts]
+        kept = "".join(key for key in keys if tensors[key].data_ptr() in places)
+        assert leg.place == (range(48 * len(kept)) if kept else None)
+        assert leg.parcel.memory.num_bytes == 48 * len(keys)
+        assert len(leg.direct) == len(keys) - len(kept)
+        assert not sends or len(leg.parcel.memory.table()) <= most
+        return kept
+
+    for name in ("_LEAST_SENT_BYTES", "_LEAST_RECEIVED_BYTES"):
+        monkeypatch.setattr(packing, name, 12)
+    assert staged("a", sends=True) == staged("ae", sends=True) == ""
+    assert staged("ab", sends=True) == staged("ab", sends=False) == ""
+    assert staged("ac", sends=True) == staged("ac", sends=False) == "c"
+    assert staged("ad", sends=True) == staged("ad", sends=False) == "d"
+    # b needs four regions; whatever is staged between direct ones needs one more each
+    assert staged("ab", sends=True, most=7) == "b"
+    assert staged("ab", sends=True, most=8) == ""
+    assert staged("ab", sends=False, most=1) == ""
 
 
 def test_a_buffer_keeps_its_limit() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from megatron_real.errors import PeerError, PlanError, RealError
 from megatron_real.realloc_ops.execution.executor import InPlace, ReallocExecutor
+from megatron_real.realloc_ops.execution.regions import Regions
 from megatron_real.realloc_ops.execution.streaming import Arrivals, WaveCounter
 from megatron_real.realloc_ops.execution.transports import Exchange, LocalNetwork, Parcel, Pending, Turns
 from megatron_real.realloc_ops.planning.plan import build_realloc_plan
@@ -81,9 +82,9 @@ class _Pipes:
         return _PipeEnd(self, rank, timeout_s)
 
     def put(self, rank: int, parcel: Parcel) -> None:
-        time.sleep(parcel.payload.numel() / self._bytes_per_s)
+        time.sleep(parcel.memory.num_bytes / self._bytes_per_s)
         with self._condition:
-            copy = Parcel(peer=parcel.peer, payload=parcel.payload.clone(), label=parcel.label)
+            copy = Parcel(peer=parcel.peer, memory=Regions(parcel.payload.clone()), label=parcel.label)
             self._sent.setdefault((rank, parcel.peer), []).append(copy)
             self._condition.notify_all()
 
@@ -105,6 +106,9 @@ class _PipeEnd:
 
     def staging_device(self) -> torch.device:
         return torch.device("cpu")
+
+    def gathers(self, peer: int) -> bool:
+        return False
 
     def exchange(self, send: Parcel | None, receive: Parcel | None) -> Exchange:
         if send is not None:

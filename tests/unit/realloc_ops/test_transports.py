@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from megatron_real.realloc_ops.execution.regions import Regions
 from megatron_real.realloc_ops.execution.transports import LocalNetwork, Parcel, Turns
 
 _WAIT_S = 5.0
@@ -60,7 +61,7 @@ def test_what_is_received_can_be_waited_for_alone() -> None:
     network = LocalNetwork()
 
     def parcel(peer: int) -> Parcel:
-        return Parcel(peer=peer, payload=torch.zeros(4, dtype=torch.uint8), label=f"with {peer}")
+        return Parcel(peer=peer, memory=Regions(torch.zeros(4, dtype=torch.uint8)), label=f"with {peer}")
 
     sent, received = network.transport(0).exchange(parcel(1), parcel(2))
     assert sent is not None
