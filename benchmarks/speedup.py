@@ -380,7 +380,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--memory", nargs="*", default=["ample", "tight"], choices=["ample", "tight"])
-    parser.add_argument("--search-s", type=float, default=20.0)
+    parser.add_argument("--search-s", type=float, default=10.0)
     args = parser.parse_args()
     if args.rank is not None:
         rank_main(args.rank)
