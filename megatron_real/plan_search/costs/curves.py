@@ -4,7 +4,9 @@ Invariants (tests/unit/plan_search/test_profiled.py):
     - a curve goes through its points and never falls: where noise made a larger input faster, both take their mean;
     - below the smallest point a curve falls by the first slope, at most in proportion, and a surface not at all; beyond
       the largest they grow in proportion, or by the last slope;
-    - a surface never falls, neither with sequences nor with lengths.
+    - a surface never falls, neither with sequences nor with lengths;
+    - one that grows by slopes grows, past the sequences measured at a length, as at the next shorter length times the
+      ratio of lengths, and at most in proportion: by what each sequence and token takes, and not by what a step does.
 """
 
 from __future__ import annotations
@@ -91,12 +93,15 @@ class Surface:
 
         Args:
             points: seconds.
-            beyond: how time grows past the largest length.
+            beyond: how time grows past the largest length; and, with "slope", past the sequences of a length where a
+                shorter one has more.
             log: interpolate logarithms.
         """
         by_length: dict[float, dict[float, float]] = {}
         for (sequences, length), seconds in points.items():
             by_length.setdefault(length, {})[sequences] = seconds
+        if beyond == "slope":
+            by_length = _filled(by_length)
         rows = [(length, Curve.through(by_length[length])) for length in sorted(by_length)]
         if beyond == "slope" and len(rows) > 1:
             (before, nearer), (last, farthest) = rows[-2:]
@@ -111,6 +116,23 @@ class Surface:
         lengths = tuple(row for row, _ in self.rows)
         times = [curve(sequences) for _, curve in self.rows]
         return Curve(lengths, _rising(times), log=self.log)(max(length, lengths[0]))
+
+
+def _filled(by_length: Mapping[float, Mapping[float, float]]) -> dict[float, dict[float, float]]:
+    """Times at every length for all sequences that a shorter one has."""
+    filled: dict[float, dict[float, float]] = {}
+    shorter: tuple[float, Curve] | None = None
+    for length in sorted(by_length):
+        row = dict(by_length[length])
+        if shorter is not None:
+            ratio, curve = length / shorter[0], shorter[1]
+            most = max(row)
+            for sequences in (x for x in curve.xs if x > most):
+                more = (curve(sequences) - curve(most)) * ratio
+                row[sequences] = min(row[most] + more, row[most] * sequences / most)
+        filled[length] = row
+        shorter = length, Curve.through(row)
+    return filled
 
 
 def _rising(values: Iterable[float]) -> tuple[float, ...]:

@@ -39,9 +39,9 @@ __all__ = ["MIX_CHUNK_ELEMENTS", "Direction", "Leg", "Staging", "copy_tensors", 
 _ALIGN_BYTES = 16
 """Of a message in the staging buffer; no element is larger."""
 _LEAST_SENT_BYTES = 16384
-"""Of a piece that is gathered where it lies. With shorter ones packing is cheaper than to find their pages."""
+"""Of a piece that is gathered where it lies: 2.6 GB/s were measured, and 2.0 with packing first; 1.2 at 4 KiB."""
 _LEAST_RECEIVED_BYTES = 4096
-"""Of a piece that is scattered to where it belongs."""
+"""Of a piece that is scattered to where it belongs: 2.6 GB/s, and 2.0 by staging; 1.3 and 1.7 at 512 bytes."""
 MIX_CHUNK_ELEMENTS = 1 << 18
 """Mixing goes through a tensor in chunks of this size, which stay in a CPU's cache."""
 

@@ -125,9 +125,13 @@ class LocalShards:
         Raises:
             RealError: a storage is freed.
         """
-        storages = tuple((owner.untyped_storage()._cdata, owner.storage_offset()) for owner in self._owners)
-        for owner in self._owners if check else ():
-            if owner.untyped_storage().nbytes() == 0 and owner.numel() > 0:
+        held = [owner.untyped_storage() for owner in self._owners]
+        storages = tuple(
+            (storage._cdata, owner.storage_offset())
+            for storage, owner in zip(held, self._owners, strict=True)
+        )
+        for storage, owner in zip(held, self._owners, strict=True) if check else ():
+            if storage.nbytes() == 0 and owner.numel() > 0:
                 raise RealError(
                     f"{self._name_of(owner)}: found its storage freed; allocate the copy's segments first."
                 )

@@ -261,6 +261,22 @@ def test_a_ragged_grid_is_filled_in() -> None:
     assert surface(4, 256) == pytest.approx(64.0)
 
 
+@pytest.mark.parametrize("per_sequence", [0.0, 1e-3])
+def test_what_each_step_takes_does_not_grow_with_sequences(per_sequence: float) -> None:
+    def step_s(sequences: float, context: float) -> float:
+        return 0.02 + sequences * (per_sequence + 1e-5 * context)
+
+    measured = [(1, 6), (4, 6), (32, 6), (1, 8), (4, 8), (32, 8), (1, 80), (4, 80)]
+    surface = Surface.through({at: step_s(*at) for at in measured}, beyond="slope", log=False)
+    for sequences in (6, 16, 32):
+        true_s, found_s = step_s(sequences, 80), surface(sequences, 80)
+        assert true_s * (1 - 1e-9) <= found_s <= surface(4, 80) * sequences / 4
+        if per_sequence == 0.0:
+            assert found_s == pytest.approx(true_s)
+    noise = {at: 0.02 + 0.001 * ((at[0] * 7 + at[1]) % 3) for at in measured}
+    assert Surface.through(noise, beyond="slope", log=False)(16, 80) < 0.05
+
+
 def test_a_shape_that_is_measured_twice_uses_its_own_head() -> None:
     other = entry(Operation.CALL, 5e-3, kind="train")
     assert ProfiledCost(database().merged([other])).call_overhead(CallType.TRAIN) == 5e-3
