@@ -118,7 +118,7 @@ def _meet_trouble() -> list[str]:
     rank, texts = dist.get_rank(), []
     for trouble, group in enumerate(groups):
         links = NodeLinks.connect(group)
-        payload = torch.ones(8, dtype=torch.uint8)
+        payload = torch.ones(1000, dtype=torch.uint8)
         if rank == 1:
             if trouble == 0:
                 time.sleep(2 * _SHORT.total_seconds())
@@ -129,7 +129,7 @@ def _meet_trouble() -> list[str]:
             else:
                 os._exit(0)
             continue
-        work = links.receive(1, Regions(torch.zeros(9, dtype=torch.uint8)))
+        work = links.receive(1, Regions(torch.zeros(1001, dtype=torch.uint8)))
         for timeout in (_SHORT, _LONG) if trouble == 0 else (_LONG,):
             with pytest.raises(RuntimeError) as caught:
                 work.wait(timeout)
@@ -146,7 +146,7 @@ def test_a_peer_that_is_late_wrong_or_dead_is_found_out() -> None:
     assert [text.partition(":")[0] for text in texts] == [
         "timed out after 0.3 s",
         "rank 1 closed its connection",
-        "rank 1 sent 8 bytes where 9 were expected",
+        "rank 1 sent 1000 bytes where 1001 were expected",
         "rank 1 closed its connection",
     ]
 

@@ -8,6 +8,10 @@ A payload may lie in many regions on either side: the kernel gathers and scatter
 be short (`packing` knows how short): each one of the receiver costs some 0.1 us, and each one of the sender more, since
 its pages are looked up by themselves. Those of a message stand in one record (`MOST_SENT_REGIONS`).
 
+What is as small as a record travels in it, so that what ranks tell each other at the end of a reallocation waits for
+nothing. That a payload was taken is told when nothing else is left to take, or, of those in a staging buffer, which the
+sender wants to fill again, after some megabytes: each time wakes the sender up.
+
 A pair of ranks has one Unix socket. Records on it are in order, so messages of a pair match by their order alone, as
 those of a process group do. Whoever waits for one message serves all that it has posted, over all links: a receiver
 copies what peers offer whatever it waits for itself. A socket closes with its process, so a dead peer is known at once.
@@ -47,14 +51,17 @@ __all__ = ["MOST_SENT_REGIONS", "LinkWork", "NodeLinks"]
 
 MOST_SENT_REGIONS = 32
 """Of a message. Records of all messages that are offered and not taken must find room in a socket's buffer."""
-_REGION_BYTES = 16
-"""Of a region in a record, address and size: a record of regions offers a payload."""
-_TAKEN = struct.Struct("=Q")
-"""A record of this size: how many of the oldest payloads that were offered are taken."""
+_HEADER = struct.Struct("=q")
+"""Of a record: one of the three below, or how many of the oldest payloads that were offered are taken."""
+_OFFER, _STAGED_OFFER, _CONTENT = 0, -1, -2
+"""What follows: address and size of the regions of a payload; the same of one that is staged; a payload itself."""
+_RECORD_BYTES = _HEADER.size + 16 * MOST_SENT_REGIONS
+_MOST_CONTENT_BYTES = 256
+"""A payload of at most so many bytes, in one region, is put into its record."""
 _MOST_COPIED_REGIONS = 1024
 """Of one call (`UIO_MAXIOV` of <linux/uio.h>)."""
 _TOLD_BYTES = 16 << 20
-"""After so many bytes the peer is told what was taken. Each time costs it a wake-up, and it may wait for a buffer."""
+"""After so many bytes that were staged the peer is told what was taken."""
 _TOKEN_BYTES = 16
 _CONNECT_S = 60.0
 """How long a rank that has just said that it connected may take for its first record."""
@@ -156,8 +163,13 @@ class NodeLinks:
         counts = exchange(len(links), None, group=group, what="memory links")
         return cls(links, complete=all(count == len(counts) - 1 for count in counts.values()))
 
-    def send(self, peer: int, payload: Regions) -> LinkWork:
+    def send(self, peer: int, payload: Regions, *, staged: bool = False) -> LinkWork:
         """Offer a payload of at most `MOST_SENT_REGIONS`.
+
+        Args:
+            peer: global rank.
+            payload: of any size.
+            staged: its memory is wanted again soon.
 
         Raises:
             RuntimeError: the peer is gone.
@@ -165,8 +177,12 @@ class NodeLinks:
         link, table = self._open(peer), payload.table()
         assert len(table) <= MOST_SENT_REGIONS, f"{len(table)} regions in one message"
         work = LinkWork(self, link, payload)
-        link.sent.append(work)
-        link.tell(table.tobytes())
+        if len(table) == 1 and payload.num_bytes <= _MOST_CONTENT_BYTES:
+            link.tell(_HEADER.pack(_CONTENT) + ctypes.string_at(*table[0].tolist()))
+            work.done = not link.why_closed
+        else:
+            link.sent.append(work)
+            link.tell(_HEADER.pack(_STAGED_OFFER if staged else _OFFER) + table.tobytes())
         return work
 
     def receive(self, peer: int, payload: Regions) -> LinkWork:
@@ -216,8 +232,8 @@ class _Link:
         """Offered and not yet taken."""
         self.wanted: deque[LinkWork] = deque()
         """Posted receives whose payload was not offered."""
-        self.offers: deque[np.ndarray] = deque()
-        """Tables of the regions of payloads that nobody wanted yet."""
+        self.offers: deque[tuple[int, bytes]] = deque()
+        """Header and rest of the records of payloads that nobody wanted yet."""
         self.why_closed = ""
         self._peer = peer
         self._process_id = struct.unpack(
@@ -228,7 +244,7 @@ class _Link:
         """Try to read the peer's memory, and ask it whether it could read this rank's."""
         found = ctypes.create_string_buffer(_TOKEN_BYTES)
         with suppress(RuntimeError):
-            self._copy(*(_table(at, _TOKEN_BYTES) for at in (hello.token_at, ctypes.addressof(found))))
+            self._read_memory(*(_table(at, _TOKEN_BYTES) for at in (hello.token_at, ctypes.addressof(found))))
         mine = found.raw == hello.token
         self.socket.settimeout(_CONNECT_S)
         self.socket.send(b"1" if mine else b"0")
@@ -247,7 +263,7 @@ class _Link:
         """Read the records that are there."""
         while True:
             try:
-                record = self.socket.recv(MOST_SENT_REGIONS * _REGION_BYTES, socket.MSG_DONTWAIT)
+                record = self.socket.recv(_RECORD_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -257,41 +273,55 @@ class _Link:
             if not record:
                 self.why_closed = self.why_closed or f"rank {self._peer} closed its connection{reason}"
                 return
-            if len(record) == _TAKEN.size:
-                for _ in range(_TAKEN.unpack(record)[0]):
+            (header,) = _HEADER.unpack_from(record)
+            if header > 0:
+                for _ in range(header):
                     self.sent.popleft().done = True
             else:
-                self.offers.append(np.frombuffer(record, np.int64).reshape(-1, 2))
+                self.offers.append((header, record[_HEADER.size :]))
 
     def take(self) -> bool:
         """Copy what is offered and wanted, and tell the peer; whether there was something."""
-        count, taken_bytes, took = 0, 0, False
+        count, staged_bytes, took = 0, 0, False
         while self.offers and self.wanted:
-            offer, work = self.offers.popleft(), self.wanted.popleft()
+            (header, rest), work = self.offers.popleft(), self.wanted.popleft()
             took = True
-            num_bytes, expected_bytes = int(offer[:, 1].sum()), work.payload.num_bytes
-            if num_bytes != expected_bytes:
-                self.why_closed = (
-                    f"rank {self._peer} sent {num_bytes} bytes where {expected_bytes} were expected"
-                )
-                break
             try:
-                self._copy(offer, work.payload.table())
+                if header == _CONTENT:
+                    self._put(rest, work.payload)
+                else:
+                    self._copy(np.frombuffer(rest, np.int64).reshape(-1, 2), work.payload)
+                    count += 1
             except RuntimeError as error:
                 self.why_closed = str(error)
                 break
             work.done = True
-            count, taken_bytes = count + 1, taken_bytes + num_bytes
-            if taken_bytes >= _TOLD_BYTES:
-                self.tell(_TAKEN.pack(count))
-                count = taken_bytes = 0
+            staged_bytes += work.payload.num_bytes if header == _STAGED_OFFER else 0
+            if staged_bytes >= _TOLD_BYTES:
+                self.tell(_HEADER.pack(count))
+                count = staged_bytes = 0
         if count:
-            self.tell(_TAKEN.pack(count))
+            self.tell(_HEADER.pack(count))
         return took
 
-    def _copy(self, there: np.ndarray, here: np.ndarray) -> None:
-        """Copy from the peer's memory; both tables have as many bytes. One call moves at most 2 GiB."""
-        done, num_bytes = 0, int(here[:, 1].sum())
+    def _put(self, content: bytes, payload: Regions) -> None:
+        """Take what came with a record."""
+        self._require(len(content), payload)
+        start = 0
+        for address, num_bytes in payload.table().tolist():
+            ctypes.memmove(address, content[start : start + num_bytes], num_bytes)
+            start += num_bytes
+
+    def _require(self, num_bytes: int, payload: Regions) -> None:
+        if num_bytes != payload.num_bytes:
+            raise RuntimeError(
+                f"rank {self._peer} sent {num_bytes} bytes where {payload.num_bytes} were expected"
+            )
+
+    def _copy(self, there: np.ndarray, payload: Regions) -> None:
+        """Copy from the peer's memory. One call moves at most 2 GiB."""
+        here, num_bytes, done = payload.table(), payload.num_bytes, 0
+        self._require(int(there[:, 1].sum()), payload)
         if max(len(here), len(there)) <= _MOST_COPIED_REGIONS:
             done = self._read_memory(there, here)
         while done < num_bytes:

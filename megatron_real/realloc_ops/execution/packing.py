@@ -258,7 +258,12 @@ class Direction:
         if len(pieces) == 1 and pieces[0].is_contiguous():
             pieces = [_bytes_of(pieces[0])]
         return Leg(
-            parcel=Parcel(peer=self._peer(message), memory=Regions(*pieces), label=str(message)),
+            parcel=Parcel(
+                peer=self._peer(message),
+                memory=Regions(*pieces),
+                label=str(message),
+                staged=place is not None,
+            ),
             wave=message.wave,
             direct=bound.direct_parts(),
             parts=bound.staged_parts(),

@@ -45,6 +45,8 @@ class Parcel:
     """On the transport's staging device. Bytes in one piece, unless the transport `gathers` with the peer."""
     label: str
     """For error messages."""
+    staged: bool = False
+    """Of what is sent: its memory is a staging buffer, which is wanted again soon."""
 
     @property
     def payload(self) -> torch.Tensor:
@@ -241,8 +243,11 @@ class TorchTransport:
         try:
             if parcel.peer in self.linked_peers:
                 assert self._links is not None, "a rank without links has no linked peers"
-                post = self._links.receive if receives else self._links.send
-                work = post(parcel.peer, parcel.memory)
+                work = (
+                    self._links.receive(parcel.peer, parcel.memory)
+                    if receives
+                    else self._links.send(parcel.peer, parcel.memory, staged=parcel.staged)
+                )
             else:
                 through = self._group.recv if receives else self._group.send
                 work = through([parcel.payload], self._places[parcel.peer], 0)
