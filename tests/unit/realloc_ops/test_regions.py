@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_real.realloc_ops.execution.regions import Regions, Runs, bytes_from
@@ -41,7 +41,6 @@ def _bytes(views: list[torch.Tensor]) -> bytes:
 
 
 @given(views=st.lists(_views(), min_size=1, max_size=4))
-@settings(deadline=None)
 def test_regions_in_order_are_the_bytes(views: list[torch.Tensor]) -> None:
     regions = Regions(*views)
     table = regions.table()
@@ -50,7 +49,6 @@ def test_regions_in_order_are_the_bytes(views: list[torch.Tensor]) -> None:
 
 
 @given(views=st.lists(_views(), min_size=1, max_size=4), data=st.data(), most=st.integers(1, 5))
-@settings(deadline=None)
 def test_a_table_is_read_from_any_byte(views: list[torch.Tensor], data: st.DataObject, most: int) -> None:
     table = Regions(*views).table()
     before, content = table.copy(), _bytes(views)
