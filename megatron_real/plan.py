@@ -255,7 +255,11 @@ class Plan(_Strict):
 
     def _graph_problems(self, graph: Graph) -> Iterator[Problem]:
         if self.algorithm != graph.name:
-            yield Problem(path="algorithm", found=repr(self.algorithm), expected=repr(graph.name))
+            yield Problem(
+                path="algorithm",
+                found=repr(self.algorithm),
+                expected=f"{graph.name!r}; run it with algorithm={self.algorithm}, or search one for {graph.name}",
+            )
         names = [call.name for call in graph.calls]
         for name in self.calls:
             if name not in names:
