@@ -1,6 +1,6 @@
 """Predicted step times beside those that ReaL's paper published, and the paper's gains beside ours.
 
-    python benchmarks/paper.py            # everything (`make bench-paper`, about 10 minutes)
+    python benchmarks/paper.py            # everything (`make bench-paper`, about half an hour)
 
 One JSON line per setting, then one per summary. The device's constants are those of its file. ``unfitted`` uses them as
 they are; ``fitted`` scales two of them (how fast kernels compute, how long a decode step takes at least), since the

@@ -1,6 +1,6 @@
 """Presets and the searched plan, priced from a profile of this machine and run for real on 2 and on 4 CPU ranks.
 
-    python benchmarks/speedup.py              # make bench-speedup; about 20 minutes on two cores
+    python benchmarks/speedup.py              # make bench-speedup; about 25 minutes on two cores
     python benchmarks/speedup.py --ranks 2 --workloads long --memory ample
 
 PPO with four models. Two ranks have a core each; four ranks share two. For every workload and device memory each plan

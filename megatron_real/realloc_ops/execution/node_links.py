@@ -178,7 +178,7 @@ class NodeLinks:
         assert len(table) <= MOST_SENT_REGIONS, f"{len(table)} regions in one message"
         work = LinkWork(self, link, payload)
         if len(table) == 1 and payload.num_bytes <= _MOST_CONTENT_BYTES:
-            link.tell(_HEADER.pack(_CONTENT) + ctypes.string_at(*table[0].tolist()))
+            link.tell(_HEADER.pack(_CONTENT) + payload.content())
             work.done = not link.why_closed
         else:
             link.sent.append(work)
@@ -288,7 +288,8 @@ class _Link:
             took = True
             try:
                 if header == _CONTENT:
-                    self._put(rest, work.payload)
+                    self._require(len(rest), work.payload)
+                    work.payload.fill(rest)
                 else:
                     self._copy(np.frombuffer(rest, np.int64).reshape(-1, 2), work.payload)
                     count += 1
@@ -303,14 +304,6 @@ class _Link:
         if count:
             self.tell(_HEADER.pack(count))
         return took
-
-    def _put(self, content: bytes, payload: Regions) -> None:
-        """Take what came with a record."""
-        self._require(len(content), payload)
-        start = 0
-        for address, num_bytes in payload.table().tolist():
-            ctypes.memmove(address, content[start : start + num_bytes], num_bytes)
-            start += num_bytes
 
     def _require(self, num_bytes: int, payload: Regions) -> None:
         if num_bytes != payload.num_bytes:

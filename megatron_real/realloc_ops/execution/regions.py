@@ -7,6 +7,7 @@ Invariants (tests/unit/realloc_ops/test_regions.py):
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import NamedTuple
 
@@ -79,6 +80,17 @@ class Regions:
             part[:, 1] = runs.num_bytes
             parts.append(part)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def content(self) -> bytes:
+        """A copy of all bytes."""
+        return b"".join(ctypes.string_at(address, num_bytes) for address, num_bytes in self.table().tolist())
+
+    def fill(self, content: bytes) -> None:
+        """Overwrite all bytes; as many as there are."""
+        start = 0
+        for address, num_bytes in self.table().tolist():
+            ctypes.memmove(address, content[start : start + num_bytes], num_bytes)
+            start += num_bytes
 
 
 def bytes_from(table: np.ndarray, start: int, most: int, stop: int | None = None) -> np.ndarray:

@@ -13,7 +13,6 @@ Invariants (tests/unit/realloc_ops/test_transports.py, tests/distributed/test_re
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import threading
 import time
@@ -377,7 +376,9 @@ class LocalNetwork:
                     f"reallocation: {wanted.parcel.label}: found {num_bytes} bytes sent; expected {expected_bytes}."
                 )
             if self.gathers:
-                _copy(sent.parcel.memory, wanted.parcel.memory)
+                regions = len(sent.parcel.memory.table())
+                assert regions <= MOST_SENT_REGIONS, f"{sent.parcel.label} is sent in {regions} regions"
+                wanted.parcel.memory.fill(sent.parcel.memory.content())
             else:
                 wanted.parcel.payload.copy_(sent.parcel.payload)
             sent.delivered = wanted.delivered = True
@@ -390,17 +391,6 @@ class LocalNetwork:
 
     def staging_device(self) -> torch.device:
         return self._device
-
-
-def _copy(sent: Regions, wanted: Regions) -> None:
-    """As the kernel does for `node_links`: by address."""
-    source = sent.table()
-    assert len(source) <= MOST_SENT_REGIONS, f"found {len(source)} regions in one message"
-    content = b"".join(ctypes.string_at(address, num_bytes) for address, num_bytes in source.tolist())
-    start = 0
-    for address, num_bytes in wanted.table().tolist():
-        ctypes.memmove(address, content[start : start + num_bytes], num_bytes)
-        start += num_bytes
 
 
 class _LocalTransport:

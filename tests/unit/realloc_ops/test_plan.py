@@ -6,10 +6,12 @@ import itertools
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
 from megatron_real.errors import PlanError
+from megatron_real.realloc_ops.planning import buckets
 from megatron_real.realloc_ops.planning.plan import build_realloc_plan
 from megatron_real.realloc_ops.planning.shards import Box, ParamTable, ShardEntry
 
@@ -33,6 +35,20 @@ def test_a_merge_on_two_ranks() -> None:
     assert [piece.box for piece in plan.of(0).copies] == [Box((0, 0), (2, 3))]
     assert list(plan.of(1).sends) == [message]
     assert plan.of(1).bytes_bound == plan.of(1).bytes_local == 0
+
+
+def test_large_slices_are_fused_if_asked_for_but_not_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "ALONE_BYTES", 16)
+    tables = [
+        ParamTable.of({rank: [ShardEntry(key, Box((0, 0), (4, 3)), (4, 3), "float32") for key in ("v", "w")]})
+        for rank in (0, 1)
+    ]
+
+    def sizes(**options: Any) -> list[int]:
+        return [message.num_bytes for message in build_realloc_plan(*tables, **options).of(0).sends]
+
+    assert sizes() == sizes(fuse_large=False) == sizes(fuse_large=True, order="in_place") == [48, 48]
+    assert sizes(fuse_large=True) == [96]
 
 
 def test_two_replicas_halve_one_tensor() -> None:
