@@ -43,7 +43,6 @@ Work = Callable[[], Mapping[str, float]]
 """One repetition: seconds by name."""
 Values = Callable[[Sequence[Mapping[str, float]]], float]
 """From one repetition of every work of a unit to the seconds of an entry."""
-Pair = tuple[ModelCopy, ModelCopy]
 At = dict[str, float]
 
 
@@ -92,9 +91,22 @@ class Block:
 
 
 def blocks(
-    options: ProfileOptions, models: Sequence[ProfiledRole], copies: Copies, groups: ProcessGroups
+    options: ProfileOptions,
+    models: Sequence[ProfiledRole],
+    copies: Copies,
+    groups: ProcessGroups,
+    *,
+    cores_shared: bool,
 ) -> Iterator[Block]:
-    """All measurements, models first."""
+    """All measurements, models first.
+
+    Args:
+        options: what to measure.
+        models: to measure.
+        copies: builds the models.
+        groups: of the ranks.
+        cores_shared: the ranks of a node share its cores: measure how they slow each other down.
+    """
     known: set[str] = set()
     for role in models:
         layer = layer_key(role.spec, role.spec.shape.num_layers - 1)
@@ -107,8 +119,10 @@ def blocks(
         yield _collectives(options, groups, size)
     yield from _messages(options, groups)
     yield _copies(options)
-    if 1 in models[0].tps:
-        yield _contention(options, models[0], copies)
+    if cores_shared:
+        per_node = options.devices_per_node
+        for tp in (tp for tp in models[0].tps if tp < per_node and per_node % tp == 0):
+            yield _contention(options, models[0], tp, copies)
 
 
 class _ModelBlock:
@@ -403,29 +417,47 @@ def _copies(options: ProfileOptions) -> Block:
 # -- ranks that share a node --------------------------------------------------------------------------------------
 
 
-def _contention(options: ProfileOptions, role: ProfiledRole, copies: Copies) -> Block:
-    """One forward pass, on 1, 2, 4, ... ranks of each node at once; the others wait."""
+def _contention(options: ProfileOptions, role: ProfiledRole, tp: int, copies: Copies) -> Block:
+    """Passes, and optimizer steps, on some ranks of each node while the others wait: a group, two, four, ... and all.
+
+    Of the shortest and of a middle micro-batch: short passes mostly wait for others, and leave cores to them.
+    """
     per_node = options.devices_per_node
-    counts = sorted({*(2**power for power in range(20) if 2**power <= per_node), per_node})
+    counts = sorted({*(tp * 2**power for power in range(20) if tp * 2**power <= per_node), per_node})
     lengths, sequences = options.length_grid(), options.sequence_grid()
-    shape = Shape(sequences[len(sequences) // 2], lengths[len(lengths) // 2])
+    middle = Shape(sequences[len(sequences) // 2], lengths[len(lengths) // 2])
+    layers = options.layers[1]
     rank = copies.rank % per_node
 
-    def unit(busy: int) -> Unit:
-        def work(pair: Pair) -> Mapping[str, float]:
-            return infer_call(pair[0], shape) if rank < busy else {}
+    def unit(call: Callable[[ModelCopy, Shape], dict[str, float]], shape: Shape, busy: int) -> Unit:
+        def target(kind: str, name: str, number: int) -> Target:
+            at = {"tp": tp, "sequences": shape.sequences, "length": shape.length, "busy": float(busy)}
+            return Target(
+                operation=Operation.CONTENTION,
+                kind=kind,
+                at=at,
+                value=lambda works: works[0][name] / number,
+            )
 
+        if call is generate_call:
+            targets = [target(Pass.PREFILL, "prefill", layers), target(Pass.DECODE, "decode", layers)]
+        else:
+            targets = [
+                target(Pass.TRAIN_FORWARD, "forward", layers),
+                target(Pass.BACKWARD, "backward", layers),
+                target(Operation.OPTIMIZER, "step", 1),
+            ]
         return Unit(
-            name=f"{busy} ranks of a node at work",
-            targets=(
-                Target(
-                    operation=Operation.CONTENTION,
-                    at={"busy": float(busy)},
-                    value=lambda works: works[0]["pass"],
-                ),
-            ),
-            works=lambda pair: [partial(work, pair)],
+            name=f"{call.__name__.removesuffix('_call')} {shape.sequences} x {shape.length} on {busy} ranks of a node",
+            targets=tuple(targets),
+            works=lambda pair: [lambda: call(pair[1], shape) if rank < busy else {}],
         )
 
-    built = partial(copies.pair, role, 1, False, options.layers)
-    return Block(name="contention", units=tuple(unit(busy) for busy in counts), built=built)
+    units = [
+        unit(call, shape, busy)
+        for shape in (Shape(1, lengths[0]), middle)
+        for call in (generate_call, train_call)
+        for busy in counts
+    ]
+    built = partial(copies.pair, role, tp, False, options.layers)
+    return Block(name=f"contention tp={tp}", units=tuple(units), built=built)

@@ -68,7 +68,8 @@ def run_profile(options: ProfileOptions, progress: Progress | None = None) -> Pr
     session = _Session(options, _provenance(options, args))
     groups = ProcessGroups(timeout_s=_TIMEOUT_S)
     copies = Copies(groups)
-    everything = list(blocks(options, roles, copies, groups))
+    shared = session.database.provenance.shares_cores
+    everything = list(blocks(options, roles, copies, groups, cores_shared=shared))
     session.run(everything, progress)
     copies.close()
     dist.barrier()

@@ -74,7 +74,8 @@ class Operation(StrEnum):
     HOST_COPY = "host_copy"
     """[bytes]"""
     CONTENTION = "contention"
-    """One computation on this many ranks of a node at once [busy]."""
+    """A pass per layer of a model of a few layers, or an optimizer step, while this many ranks of a node are at work
+    [tp sequences length busy]; `kind` is a `Pass` or ``optimizer``. Only where the ranks of a node share its cores."""
 
 
 class _Strict(BaseModel):
@@ -106,6 +107,11 @@ class Provenance(_Strict):
     """``transformer_engine`` or ``local``: whose layers."""
     date: str
     """UTC, when the first entry was measured."""
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether ranks that compute on cores had none of their own."""
+        return self.device_model == self.cpu_model and self.num_cores < self.ranks_per_node
 
     def differences(self, other: Provenance) -> list[str]:
         """Why measurements of the two cannot stand side by side; empty if they can."""

@@ -7,6 +7,7 @@ Invariants (tests/unit/plan_search/test_profile_db.py):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -86,18 +87,22 @@ class ProfileOptions(BaseModel):
         )
 
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """(sequences, length), largest first: what does not fit shows at once."""
-        points = [
-            (sequences, length)
-            for sequences in self.sequence_grid()
-            for length in self.length_grid()
-            if sequences * length <= self.max_tokens or sequences == 1
-        ]
-        return tuple(sorted(points, key=lambda point: -point[0] * point[1]))
+        """(sequences, length), largest first: what does not fit shows at once.
+
+        Of the grids, those of at most ``max_tokens``; at lengths where that leaves sequences out, as many as it allows.
+        """
+        points: set[tuple[int, int]] = set()
+        for length in self.length_grid():
+            most = max(1, min(self.max_sequences, self.max_tokens // length))
+            points |= {
+                (sequences, length) for sequences in (*self.sequence_grid(), most) if sequences <= most
+            }
+        return tuple(sorted(points, key=lambda point: (-point[0] * point[1], point)))
 
     def byte_grid(self) -> tuple[int, ...]:
         """Bytes of messages to measure at."""
-        return _geometric(min(1024, self.max_bytes), self.max_bytes, 8.0)
+        kibibytes = _geometric(1, max(1, self.max_bytes // 1024), 8.0)
+        return tuple(min(1024 * number, self.max_bytes) for number in kibibytes)
 
     def dumps(self) -> str:
         """JSON text."""
@@ -136,10 +141,8 @@ def _problems(error: ValidationError) -> list[Problem]:
 
 
 def _geometric(first: int, last: int, factor: float) -> tuple[int, ...]:
-    """`first`, `last`, and whole numbers between them, of which neighbours differ by `factor` at most."""
-    points = [last]
-    while points[-1] > first:
-        points.append(max(first, -int(-points[-1] // factor)))
-        if points[-1] == points[-2]:
-            points[-1] -= 1
-    return tuple(reversed(points))
+    """`first`, `last`, and whole numbers evenly between them, of which neighbours differ by about `factor` at most."""
+    steps = math.ceil(math.log(last / first) / math.log(factor) - 1e-9)
+    return tuple(
+        sorted({round(first * (last / first) ** (step / max(steps, 1))) for step in range(steps + 1)})
+    )

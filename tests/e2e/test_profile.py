@@ -14,6 +14,7 @@ from megatron_real.algorithms.graphs import ppo_graph
 from megatron_real.config import megatron_arguments
 from megatron_real.dataflow import CallType
 from megatron_real.errors import ConfigError, PlanError
+from megatron_real.hooks import pinning
 from megatron_real.hooks.profile_calls import DECODE_STEPS, Shape, generate_call, infer_call, train_call
 from megatron_real.hooks.profile_clock import Marks, median, probed, quartile_range
 from megatron_real.hooks.profile_models import Copies, describe_roles
@@ -143,6 +144,30 @@ def test_what_is_there_is_not_measured_again(chosen: ProfileOptions, tmp_path: P
     times = {entry.key: entry.median_s for entry in after.entries}
     assert all(times[entry.key] == entry.median_s for entry in rest)
     assert all(0 < times[entry.key] < 7.0 for entry in gone if entry.operation is Operation.HOST_COPY)
+
+
+def _on_one_core(text: str) -> str:
+    pinning._CORES[:] = pinning._CORES[:1]
+    return _profile(text)
+
+
+def test_ranks_that_share_cores_are_measured_beside_fewer_of_them(tmp_path: Path) -> None:
+    chosen = options(tmp_path / "profile.json", roles=("actor",), tp=(1, 2), max_bytes=64)
+    database = ProfileDatabase.loads(run_ranks(2, _on_one_core, chosen.dumps(), timeout_s=240)[0])
+    assert database.provenance.shares_cores
+    found = [entry for entry in database.entries if entry.operation is Operation.CONTENTION]
+    kinds = {Pass.PREFILL, Pass.DECODE, Pass.TRAIN_FORWARD, Pass.BACKWARD, Operation.OPTIMIZER}
+    assert {(entry.kind, entry.at["tp"], entry.at["busy"]) for entry in found} == {
+        (kind, 1, busy) for kind in kinds for busy in (1, 2)
+    }
+    assert len({(entry.at["sequences"], entry.at["length"]) for entry in found}) == 2
+    assert all(0 < entry.median_s < 10 for entry in found)
+    model = specs(chosen)["actor"]
+    cost = ProfiledCost(database)
+    for pass_ in Pass:
+        batch = MicroBatch(1, 1 if pass_ is Pass.DECODE else 8, 8, 1)
+        alone, both = (cost.layer(model, 0, pass_, batch, Grid(busy_ranks=busy)).total_s for busy in (1, 2))
+        assert 0 < alone <= both
 
 
 def test_a_file_of_another_set_up_is_left_alone(chosen: ProfileOptions, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ class AnalyticCost:
             communication = self.collective(kind, whole, tp)
         return OpTime(self._busy(traffic / self._stream_bytes_per_s + self._kernel_s, grid), communication)
 
-    def optimizer_step(self, model: ModelSpec, num_parameters: float, num_owned: float) -> float:
+    def optimizer_step(self, model: ModelSpec, num_parameters: float, num_owned: float, grid: Grid) -> float:
         """Adam by its traffic.
 
         Per owned parameter: the gradient for the norm (4 B) and for the step (4), parameter and both moments read and
@@ -137,7 +137,7 @@ class AnalyticCost:
         owned = 32 + (model.param_itemsize if model.has_main_params else 0)
         traffic = num_owned * owned + num_parameters * model.grad_itemsize
         floor = self.device.number("optimizer_floor_s")
-        return self._compute_scale * traffic / self._stream_bytes_per_s + floor
+        return self._busy(traffic / self._stream_bytes_per_s, grid) + floor
 
     def collective(self, kind: Collective, num_bytes: float, group: Group) -> float:
         """One collective; `num_bytes` of the whole tensor, in an all-to-all too (a rank holds ``num_bytes / size``)."""
@@ -178,8 +178,8 @@ class AnalyticCost:
         dense, experts = _by_kind(model, num_layers)
         return one * (dense + experts * number("launch_moe_factor"))
 
-    def call_overhead(self, type_: CallType) -> float:
-        """Alike for all types."""
+    def call_overhead(self, type_: CallType, grid: Grid) -> float:
+        """Alike for all types and grids."""
         return self.device.number("call_overhead_s")
 
     def _price_layer(

@@ -167,7 +167,7 @@ class CallPricer:
             compute_s=passes.compute_s,
             communication_s=passes.communication_s,
             bubble_s=passes.bubble_s,
-            overhead_s=passes.overhead_s + self._operations.call_overhead(call.type),
+            overhead_s=passes.overhead_s + self._operations.call_overhead(call.type, at.grid),
         )
 
     def first_pass_s(self, call: Call, placement: Placement) -> float:
@@ -194,7 +194,7 @@ class CallPricer:
             communication_s=steps * (step.passes.communication_s + step.reduction_s),
             bubble_s=steps * step.passes.bubble_s,
             optimizer_s=steps * step.optimizer_s,
-            overhead_s=steps * step.passes.overhead_s + self._operations.call_overhead(call.type),
+            overhead_s=steps * step.passes.overhead_s + self._operations.call_overhead(call.type, at.grid),
         )
 
     def _generate(self, call: Call, timer: StageTimer, at: Geometry, placement: Placement) -> Pipelined:

@@ -128,7 +128,7 @@ class OperationCosts(Protocol):
         """Final norm, logits (or the scalar head) and what follows from them (log-probs, loss, sampling)."""
         ...
 
-    def optimizer_step(self, model: ModelSpec, num_parameters: float, num_owned: float) -> float:
+    def optimizer_step(self, model: ModelSpec, num_parameters: float, num_owned: float, grid: Grid) -> float:
         """Adam over `num_owned` parameters of a rank whose shard has `num_parameters`, and clipping."""
         ...
 
@@ -160,6 +160,6 @@ class OperationCosts(Protocol):
         """The least time of a pass of one micro-batch over `num_layers` layers: launches."""
         ...
 
-    def call_overhead(self, type_: CallType) -> float:
+    def call_overhead(self, type_: CallType, grid: Grid) -> float:
         """Fixed time of one call on top of its passes: planning, cutting and padding of batches."""
         ...

@@ -61,6 +61,7 @@ class ProfiledCost:
             self._entries.setdefault((entry.operation, entry.kind, entry.shape), []).append(entry)
         self._surfaces: dict[tuple[object, ...], Surface] = {}
         self._curves: dict[tuple[object, ...], Curve] = {}
+        self._slower: dict[tuple[str, int], Mapping[float, Curve]] = {}
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -82,13 +83,13 @@ class ProfiledCost:
         self._check(grid)
         shape = layer_key(model, layer)
         seconds = _at(self._surface(Operation.LAYER, pass_, shape, grid), pass_, batch)
-        return self._split(seconds, self._layer_communication(model, batch, grid), grid)
+        return self._split(seconds, self._layer_communication(model, batch, grid), pass_, grid)
 
     def embedding(self, model: ModelSpec, pass_: Pass, batch: MicroBatch, grid: Grid) -> OpTime:
         """See `OperationCosts.embedding`."""
         self._check(grid)
         communication = self._all_reduce(model, batch, grid) if pass_ is not Pass.BACKWARD else 0.0
-        return self._split(self._embedding_s(model, pass_, batch, grid), communication, grid)
+        return self._split(self._embedding_s(model, pass_, batch, grid), communication, pass_, grid)
 
     def head(self, model: ModelSpec, pass_: Pass, batch: MicroBatch, grid: Grid) -> OpTime:
         """See `OperationCosts.head`; here also what else a pass does once, such as padding and the schedule's work."""
@@ -99,31 +100,29 @@ class ProfiledCost:
         if pass_ in _SCORING:
             logits = self._curve(Operation.LOGITS, pass_, shape, grid, _vocabulary(model), axis="logits")
             seconds += max(logits(batch.logit_positions) - logits(batch.sequences), 0.0)
-        return self._split(seconds, 0.0, grid)
+        return self._split(seconds, 0.0, pass_, grid)
 
     def pass_floor(self, model: ModelSpec, num_layers: int, pass_: Pass) -> float:
-        """See `OperationCosts.pass_floor`: the layers of the smallest measured micro-batch. Layer prices contain it."""
-        shape = layer_key(model, model.shape.num_layers - 1)
-        entries = self._need(Operation.LAYER, pass_, shape)
-        return num_layers * min(entry.median_s for entry in entries)
+        """See `OperationCosts.pass_floor`: none beyond the price of the layers, whose times contain launches."""
+        return 0.0
 
     def decode_step_floor(self, model: ModelSpec, num_layers: int) -> float:
-        """See `OperationCosts.decode_step_floor`. The prices of a step contain it."""
-        return self.pass_floor(model, num_layers, Pass.DECODE)
+        """See `OperationCosts.decode_step_floor`: as `pass_floor`."""
+        return 0.0
 
-    def call_overhead(self, type_: CallType) -> float:
+    def call_overhead(self, type_: CallType, grid: Grid) -> float:
         """See `OperationCosts.call_overhead`."""
         times = sorted(entry.median_s for entry in self._need(Operation.CALL, type_))
-        return times[len(times) // 2]
+        return self._beside(times[len(times) // 2], Pass.PREFILL, grid)
 
-    def optimizer_step(self, model: ModelSpec, num_parameters: float, num_owned: float) -> float:
+    def optimizer_step(self, model: ModelSpec, num_parameters: float, num_owned: float, grid: Grid) -> float:
         """See `OperationCosts.optimizer_step`; also clears the gradients."""
         shape = f"{layer_key(model, model.shape.num_layers - 1)} / {head_key(model)}"
         clearing, stepping = (
             self._plain_curve(operation, shape=shape, axis="parameters")
             for operation in (Operation.ZERO_GRADIENTS, Operation.OPTIMIZER)
         )
-        return clearing(num_parameters) + stepping(num_owned)
+        return self._beside(clearing(num_parameters) + stepping(num_owned), Operation.OPTIMIZER, grid)
 
     # -- communication and copies -------------------------------------------------------------------------------------
 
@@ -189,26 +188,44 @@ class ProfiledCost:
         kinds = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) if grid.sp else (Collective.ALL_REDUCE,)
         return sum(self.collective(kind, num_bytes, group) for kind in kinds)
 
-    def _split(self, seconds: float, communication: float, grid: Grid) -> OpTime:
+    def _split(self, seconds: float, communication: float, pass_: Pass, grid: Grid) -> OpTime:
         inside = min(communication, _MOST_COMMUNICATION * seconds)
-        return OpTime(seconds - inside, inside).times(self._contention(grid))
+        beside = self._beside(seconds, Pass.PREFILL if pass_ is Pass.FORWARD else pass_, grid)
+        return OpTime(seconds - inside, inside).times(beside / seconds if seconds > 0 else 1.0)
 
-    def _contention(self, grid: Grid) -> float:
-        """Against the measured times, which were taken with all ranks of a node at work.
+    def _beside(self, seconds: float, kind: str, grid: Grid) -> float:
+        """Of what takes `seconds` while all ranks of a node are at work, as it was measured, beside fewer of them.
 
-        As was measured, but no less than cores allow: twice as many ranks as cores take twice as long. Ranks that are
-        timed in one short pass do not all run all the time, and so seem to slow each other down by less.
+        Between the measured shapes linear in the seconds with all ranks at work, beyond them in proportion: so prices
+        rise with the work.
         """
         origin = self._database.provenance
-        if grid.busy_ranks > origin.ranks_per_node:
-            raise self._missing(
-                f"{grid.busy_ranks} ranks of a node at work at once", f"up to {origin.ranks_per_node} of them"
-            )
-        if origin.num_cores >= origin.ranks_per_node:
-            return 1.0  # each has a core of its own, whoever else is at work
-        curve = self._plain_curve(Operation.CONTENTION, axis="busy")
-        by_cores = max(grid.busy_ranks, origin.num_cores) / origin.ranks_per_node
-        return min(curve(grid.busy_ranks) / curve(origin.ranks_per_node), by_cores)
+        busy, per_node = grid.busy_ranks, origin.ranks_per_node
+        if busy > per_node:
+            raise self._missing(f"{busy} ranks of a node at work at once", f"up to {per_node} of them")
+        if not origin.shares_cores or busy == per_node:
+            return seconds
+        slower = self._contention(kind, grid.tp)
+        return Curve.through({number: curve(seconds) for number, curve in slower.items()})(busy)
+
+    def _contention(self, kind: str, tp: int) -> Mapping[float, Curve]:
+        """By number of busy ranks: seconds over those with all ranks of a node at work."""
+        key = (str(kind), tp)
+        if key not in self._slower:
+            entries = [entry for entry in self._need(Operation.CONTENTION, kind) if entry.at["tp"] == tp]
+            if not entries:
+                raise self._missing(f"contention of {kind} with tp={tp}", "other degrees only")
+            all_busy = self._database.provenance.ranks_per_node
+            seconds = {
+                (entry.at["sequences"], entry.at["length"], entry.at["busy"]): entry.median_s
+                for entry in entries
+            }
+            points: dict[float, dict[float, float]] = {}
+            for (sequences, length, busy), one in seconds.items():
+                slowest = seconds[sequences, length, all_busy]
+                points.setdefault(busy, {})[slowest] = min(one, slowest)
+            self._slower[key] = {busy: _from_nothing(of_busy) for busy, of_busy in points.items()}
+        return self._slower[key]
 
     def _check(self, grid: Grid) -> None:
         etp = grid.etp if grid.ep > 1 else 1
@@ -321,6 +338,13 @@ def _at(surface: Surface, pass_: Pass, batch: MicroBatch) -> float:
         return surface(batch.sequences, batch.length)
     length = batch.square_length / batch.length
     return surface(batch.tokens / length, length)
+
+
+def _from_nothing(points: Mapping[float, float]) -> Curve:
+    """Through `points`, and below the first one in proportion."""
+    first = min(points)
+    near = 1e-9
+    return Curve.through({first * near: points[first] * near, **points})
 
 
 def _vocabulary(model: ModelSpec) -> int:

@@ -123,7 +123,7 @@ def _update(timer: StageTimer, at: Geometry, layout: Layout, stage: Stage) -> _U
     ends = 0.0
     if embedding and at.ends_group.size > 1:
         ends = operations.collective(Collective.ALL_REDUCE, embedding * model.grad_itemsize, at.ends_group)
-    return _Update(gradients, parameters, ends, operations.optimizer_step(model, own.total, owned))
+    return _Update(gradients, parameters, ends, operations.optimizer_step(model, own.total, owned, at.grid))
 
 
 def hop_seconds(timer: StageTimer, at: Geometry, tokens: float, *, split: int = 1) -> tuple[float, float]:

@@ -59,7 +59,7 @@ class FakeCosts:
     def head(self, model: ModelSpec, pass_: Pass, batch: MicroBatch, grid: Grid) -> OpTime:
         return OpTime(self.head_per_position * batch.logit_positions)
 
-    def optimizer_step(self, model: ModelSpec, num_parameters: float, num_owned: float) -> float:
+    def optimizer_step(self, model: ModelSpec, num_parameters: float, num_owned: float, grid: Grid) -> float:
         return self.optimizer_per_parameter * num_owned
 
     def collective(self, kind: Collective, num_bytes: float, group: Group) -> float:
@@ -84,5 +84,5 @@ class FakeCosts:
     def pass_floor(self, model: ModelSpec, num_layers: int, pass_: Pass) -> float:
         return self.floor * num_layers
 
-    def call_overhead(self, type_: CallType) -> float:
+    def call_overhead(self, type_: CallType, grid: Grid) -> float:
         return self.overhead

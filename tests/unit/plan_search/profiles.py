@@ -75,6 +75,11 @@ def rest_s(sequences: float, length: float) -> float:
     return 2e-3 + 1e-6 * sequences * length
 
 
+def contention(kind: str, tp: int, busy: int, length: int, seconds: float) -> Entry:
+    """What takes `seconds` while so many ranks of a node are at work."""
+    return entry(Operation.CONTENTION, seconds, kind=kind, tp=tp, busy=busy, sequences=1, length=length)
+
+
 def database(**changes: Any) -> ProfileDatabase:
     """tp 1 and 2; `changes` go to the provenance."""
     model = spec()
@@ -133,5 +138,12 @@ def database(**changes: Any) -> ProfileDatabase:
         ]
     for operation in (Operation.LOCAL_COPY, Operation.HOST_COPY):
         found += [entry(operation, 1e-6 + 1e-10 * count, bytes=count) for count in (1024, 1 << 20)]
-    found += [entry(Operation.CONTENTION, 1e-3 * busy, busy=busy) for busy in (1, 2, 4)]
+    kinds = (Pass.PREFILL, Pass.DECODE, Pass.TRAIN_FORWARD, Pass.BACKWARD, Operation.OPTIMIZER)
+    found += [
+        contention(kind, tp, busy, length, 1e-5 * length * busy)
+        for kind in kinds
+        for tp in (1, 2)
+        for busy in (1, 2, 4)[tp - 1 :]
+        for length in (16, 64)
+    ]
     return ProfileDatabase(provenance=provenance(**changes), entries=tuple(found))

@@ -263,8 +263,8 @@ def test_the_head() -> None:
 def test_adam_moves_34_bytes_per_owned_parameter_and_zeroes_the_gradients() -> None:
     slow = costs(hbm_bytes_per_s=1.0)
     mixed, single = ModelSpec(shape=DENSE), ModelSpec(shape=DENSE, param_dtype="float32")
-    assert slow.optimizer_step(mixed, 100, 25) == pytest.approx(25 * 34 + 100 * 4 + 0.5)
-    assert slow.optimizer_step(single, 100, 100) == pytest.approx(100 * 32 + 100 * 4 + 0.5)
+    assert slow.optimizer_step(mixed, 100, 25, Grid()) == pytest.approx(25 * 34 + 100 * 4 + 0.5)
+    assert slow.optimizer_step(single, 100, 100, Grid()) == pytest.approx(100 * 32 + 100 * 4 + 0.5)
 
 
 def test_copies_and_messages() -> None:
@@ -286,7 +286,7 @@ def test_floors() -> None:
     assert prices.decode_step_floor(dense, 4) == pytest.approx(4e-3)
     assert prices.decode_step_floor(experts, 2) == pytest.approx((0.5 + 1.5 * 5) * 1e-3)
     assert prices.decode_step_floor(replace(experts, cuda_graph=True), 2) == pytest.approx(0.35e-3)
-    assert prices.call_overhead(CallType.TRAIN) == 0.25
+    assert prices.call_overhead(CallType.TRAIN, Grid()) == 0.25
 
 
 def test_the_two_scales() -> None:

@@ -125,10 +125,13 @@ def test_the_grid_covers_what_was_asked_for(
     assert (rows[0], rows[-1], lengths[-1]) == (1, sequences, length)
     for grid in (rows, lengths):
         assert list(grid) == sorted(set(grid))
-        assert all(high <= low * step + 1 for low, high in pairwise(grid))
+        assert all(high <= (low + 0.5) * step + 0.5 for low, high in pairwise(grid))  # whole numbers
     shapes = options.shapes()
     assert {one for _, one in shapes} == set(lengths)
-    assert all(count == 1 or count * one <= max_tokens for count, one in shapes)
+    for length in lengths:
+        counts = [count for count, one in shapes if one == length]
+        assert max(counts) == max(1, min(sequences, max_tokens // length))
+        assert set(counts) - {max(counts)} == {count for count in rows if count < max(counts)}
     assert ProfileOptions.loads(options.dumps()) == options
 
 

@@ -1,6 +1,7 @@
 """Prices from a profile: measured points come back, prices rise with the work, what was not measured is refused."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -19,8 +20,17 @@ from megatron_real.plan_search.costs.operations import (
     Pass,
 )
 from megatron_real.plan_search.costs.profiled import ProfiledCost
-from megatron_real.plan_search.profile_db import Operation, ProfileDatabase
-from tests.unit.plan_search.profiles import LENGTHS, SEQUENCES, database, entry, layer_s, rest_s, spec
+from megatron_real.plan_search.profile_db import Entry, Operation, ProfileDatabase
+from tests.unit.plan_search.profiles import (
+    LENGTHS,
+    SEQUENCES,
+    contention,
+    database,
+    entry,
+    layer_s,
+    rest_s,
+    spec,
+)
 
 MODEL = spec()
 BASE = database()
@@ -96,17 +106,17 @@ def test_tensor_parallel_communication_is_inside_the_measured_time() -> None:
     assert both.compute_s == pytest.approx(layer_s(4, 64, 2) - 2 * reduced)
 
 
-def test_floors_are_the_smallest_layers() -> None:
-    assert COST.pass_floor(MODEL, 3, Pass.FORWARD) == pytest.approx(3 * layer_s(1, 16, 2))
-    assert COST.decode_step_floor(MODEL, 2) == pytest.approx(2 * layer_s(1, 16, 2))
-    assert COST.call_overhead(CallType.TRAIN) == 2e-3
+def test_launches_are_in_the_times_that_were_measured() -> None:
+    assert COST.pass_floor(MODEL, 3, Pass.FORWARD) == COST.decode_step_floor(MODEL, 2) == 0.0
+    assert COST.layer(MODEL, 0, Pass.DECODE, batch(0.5, 1, decode=True), Grid()).total_s > 0
+    assert COST.call_overhead(CallType.TRAIN, Grid()) == 2e-3
 
 
 def test_the_optimizer_follows_parameters_and_what_a_rank_owns_of_them() -> None:
-    whole = COST.optimizer_step(MODEL, 180_000, 180_000)
+    whole = COST.optimizer_step(MODEL, 180_000, 180_000, Grid())
     assert whole == pytest.approx(1.1e-3 + 2 * 180e-6)
-    assert COST.optimizer_step(MODEL, 500_000, 180_000) - whole == pytest.approx(320e-6)
-    assert COST.optimizer_step(MODEL, 180_000, 90_000) < whole
+    assert COST.optimizer_step(MODEL, 500_000, 180_000, Grid()) - whole == pytest.approx(320e-6)
+    assert COST.optimizer_step(MODEL, 180_000, 90_000, Grid()) < whole
 
 
 def test_collectives_by_bytes_and_group() -> None:
@@ -134,28 +144,80 @@ def test_ranks_that_share_cores_slow_each_other() -> None:
     assert price(2, **shared) == pytest.approx(alone / 2)
     with pytest.raises(PlanError, match="found no 4 ranks of a node at work at once; it has up to 2"):
         price(4)
+    own_memory = {"device_model": "Some GPU", **shared}
+    assert price(1, **own_memory) == pytest.approx(alone)  # what computes is no core
 
 
-@pytest.mark.parametrize(
-    ("measured", "factors"),
-    [
-        (
-            {1: 1.0, 2: 1.0, 4: 1.5},
-            {1: 0.5, 2: 0.5, 3: 0.75},
-        ),  # two cores: less than they allow is no measurement
-        ({1: 1.0, 2: 1.5, 4: 5.0}, {1: 0.2, 2: 0.3, 3: 0.65}),  # more is
-    ],
-)
-def test_ranks_slow_each_other_no_less_than_their_cores_allow(
-    measured: dict[int, float], factors: dict[int, float]
-) -> None:
+def shared_with(*entries: Entry) -> ProfiledCost:
+    """Prices of four ranks on two cores, with contention of `entries` only."""
     base = database(ranks_per_node=4, num_ranks=4)
-    entries = [item for item in base.entries if item.operation != Operation.CONTENTION]
-    entries += [entry(Operation.CONTENTION, seconds, busy=busy) for busy, seconds in measured.items()]
-    cost = ProfiledCost(ProfileDatabase(provenance=base.provenance, entries=tuple(entries)))
-    for busy, factor in {**factors, 4: 1.0}.items():
-        found = cost.layer(MODEL, 0, Pass.FORWARD, batch(4, 64), Grid(busy_ranks=busy)).total_s
-        assert found == pytest.approx(factor * layer_s(4, 64, 1))
+    others = [item for item in base.entries if item.operation != Operation.CONTENTION]
+    return ProfiledCost(ProfileDatabase(provenance=base.provenance, entries=(*others, *entries)))
+
+
+def test_by_how_much_ranks_slow_each_other_depends_on_what_they_do() -> None:
+    one = batch(4, 64)
+    measured = {
+        (Pass.PREFILL, 1): {1: 0.3, 2: 0.4, 4: 1.0},
+        (Pass.DECODE, 1): {1: 0.2, 2: 0.3, 4: 1.0},
+        (Pass.BACKWARD, 1): {1: 0.5, 2: 0.5, 4: 1.0},
+        (Pass.PREFILL, 2): {2: 0.8, 4: 1.0},
+        (Operation.OPTIMIZER, 1): {1: 0.4, 2: 0.6, 4: 1.0},
+    }
+    cost = shared_with(
+        *(
+            contention(kind, tp, busy, length, 1e-5 * length * factor)
+            for (kind, tp), factors in measured.items()
+            for busy, factor in factors.items()
+            for length in (16, 64)
+        )
+    )
+
+    def factor(price: Callable[[Grid], float], busy: int, tp: int = 1) -> float:
+        return price(Grid(tp=tp, busy_ranks=busy)) / price(Grid(tp=tp, busy_ranks=4))
+
+    def layer(pass_: Pass) -> Callable[[Grid], float]:
+        return lambda grid: cost.layer(MODEL, 0, pass_, one, grid).total_s
+
+    assert factor(layer(Pass.FORWARD), 1) == pytest.approx(0.3)  # as prefills
+    assert factor(layer(Pass.FORWARD), 3) == pytest.approx(0.7)
+    assert factor(layer(Pass.PREFILL), 2, tp=2) == pytest.approx(0.8)
+    assert factor(layer(Pass.DECODE), 2) == pytest.approx(0.3)
+    assert factor(layer(Pass.BACKWARD), 1) == pytest.approx(0.5)
+    assert factor(lambda grid: cost.optimizer_step(MODEL, 1e5, 1e5, grid), 2) == pytest.approx(0.6)
+    assert factor(lambda grid: cost.call_overhead(CallType.TRAIN, grid), 1) == pytest.approx(0.3)
+    assert factor(lambda grid: cost.head(MODEL, Pass.DECODE, one, grid).total_s, 2) == pytest.approx(0.3)
+    with pytest.raises(PlanError, match="contention train_forward"):
+        layer(Pass.TRAIN_FORWARD)(Grid(busy_ranks=2))
+    with pytest.raises(PlanError, match="contention of decode with tp=2"):
+        layer(Pass.DECODE)(Grid(tp=2, busy_ranks=2))
+
+
+@given(
+    factors=st.lists(st.floats(0.05, 1.5), min_size=4, max_size=4),
+    small=st.floats(1e-6, 1e-2),
+    ratio=st.sampled_from([1.0, 1.01, 1.5, 4.0, 100.0]),
+    sequences=st.floats(0.2, 40),
+    busy=st.integers(1, 3),
+    more=st.floats(1, 3),
+)
+def test_prices_beside_others_rise_with_the_work_and_with_the_others(
+    factors: list[float], small: float, ratio: float, sequences: float, busy: int, more: float
+) -> None:
+    cost = shared_with(
+        *(
+            contention(Pass.PREFILL, 1, number, length, seconds * factor)
+            for length, seconds, some in ((16, small, factors[:2]), (64, small * ratio, factors[2:]))
+            for number, factor in zip((1, 2, 4), (*some, 1.0), strict=True)
+        )
+    )
+
+    def price(rows: float, number: int) -> float:
+        return cost.layer(MODEL, 0, Pass.FORWARD, batch(rows, 64), Grid(busy_ranks=number)).total_s
+
+    one = price(sequences, busy)
+    assert 0 < one <= price(sequences * more, busy) * (1 + 1e-9)
+    assert one <= price(sequences, busy + 1) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +251,7 @@ def test_shapes_that_were_not_measured_are_refused() -> None:
     with pytest.raises(PlanError, match="vocabulary of 50000; it has vocabularies of 512"):
         COST.head(spec(padded_vocab_size=50_000), Pass.FORWARD, one, Grid())
     with pytest.raises(PlanError, match="zero_gradients"):
-        COST.optimizer_step(spec(ffn_hidden_size=256), 1.0, 1.0)
+        COST.optimizer_step(spec(ffn_hidden_size=256), 1.0, 1.0, Grid())
     for group in (Group(8), Group(2, 2)):
         with pytest.raises(PlanError, match=f"all_reduce over {group.size} ranks on {group.num_nodes} nodes"):
             COST.collective(Collective.ALL_REDUCE, 1.0, group)
@@ -279,4 +341,4 @@ def test_what_each_step_takes_does_not_grow_with_sequences(per_sequence: float) 
 
 def test_a_shape_that_is_measured_twice_uses_its_own_head() -> None:
     other = entry(Operation.CALL, 5e-3, kind="train")
-    assert ProfiledCost(database().merged([other])).call_overhead(CallType.TRAIN) == 5e-3
+    assert ProfiledCost(database().merged([other])).call_overhead(CallType.TRAIN, Grid()) == 5e-3
