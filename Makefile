@@ -29,7 +29,7 @@ help:
 	@echo "make bench-search       every search strategy on clusters of 16 to 1,024 GPUs (about 40 minutes)"
 	@echo "make bench-paper        predicted step times beside those that the ReaL paper published"
 	@echo "make bench-estimator    prices and memory against published measurements"
-	@echo "make bench-speedup      presets and the searched plan, run for real on 2 and 4 CPU ranks (25 minutes)"
+	@echo "make bench-speedup      presets and the searched plan, run for real on 2 and 4 CPU ranks (20 minutes)"
 	@echo "make bench-realloc      reallocation beside Megatron's own, a checkpoint and the bare wire (10 minutes)"
 	@echo "make bench-realloc-plan planning a reallocation for up to 4,096 ranks"
 

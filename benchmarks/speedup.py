@@ -1,19 +1,20 @@
 """Presets and the searched plan, priced from a profile of this machine and run for real on 2 and on 4 CPU ranks.
 
-    python benchmarks/speedup.py              # make bench-speedup; about 25 minutes on two cores
+    python benchmarks/speedup.py              # make bench-speedup; about 20 minutes on two cores
     python benchmarks/speedup.py --ranks 2 --workloads long --memory ample
 
-PPO with four models. Two ranks have a core each; four ranks share two. For every workload and device memory each plan
-runs in the same processes: in turn, several times, in a rotated order, some iterations at a time of which the first one
-is discarded. `tight` memory is half-way between what the leanest plan needs and what the leanest one needs that
-replicates both trainings over all ranks, so training must be sharded.
+PPO with four models. Two ranks have a core each; four ranks share two. All plans of a workload, under either device
+memory, run in the same processes: in turn, several times, in a rotated order, some iterations at a time of which the
+first one is discarded. `tight` memory is half-way between what the leanest plan needs and what the leanest one needs
+that replicates both trainings over all ranks, so training must be sharded.
 
 One JSON line per plan:
     measured_s, ci95_s: mean seconds per iteration, and half the width of its 95 % interval;
     idle_share: of all ranks' time, waiting for others; communication_share: batch data in transfers;
     call_communication_share: predicted, of collectives and pipeline messages inside calls;
     realloc_share: moving weights. Predicted and measured peak of device memory are those of the fullest rank.
-Presets whose plan is the same as another's share its run (`same_as`). What does not fit has no times.
+Presets whose plan is the same as another's share its run (`same_as`), as does a plan that is the same under `tight`
+memory (`run_of`), which then is the limit of its run. What does not fit has no times.
 
 Then lines that sum up, with the aims. Profiles, plans and traces stay in runs/speedup: `megatron-real compare` shows
 each of the runs.
@@ -29,7 +30,9 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +141,8 @@ def profile_of(ranks: int) -> Path:
         "max_length": max(work.prompt + work.cap for work in works),
         "max_tokens": max(work.batch_size * (work.prompt + work.cap) for work in works),
         "seconds": 0.4 if ranks <= 2 else 0.2,
-        "repetitions": "[5,15]" if ranks <= 2 else "[3,8]",
-        "step": 4.0 if ranks <= 2 else 8.0,
+        "repetitions": "[3,15]" if ranks <= 2 else "[2,8]",
+        "step": 8.0,
         "sequence_parallel": "false",
         **{f"megatron.{name}": json.dumps(value) for name, value in MEGATRON.items()},
         **{f"model.critic.megatron.{name}": value for name, value in SMALL.items()},
@@ -215,7 +218,7 @@ class Setting:
 
     @property
     def distinct(self) -> list[Result]:
-        """Those that are run."""
+        """Of those that fit, one of each."""
         return [result for result in self.results if result.estimate is not None and result.same_as is None]
 
 
@@ -233,6 +236,26 @@ def plan_setting(ranks: int, workload: str, memory: str, profile: Path, search_s
     return Setting(
         ranks=ranks, workload=workload, memory=memory, device_memory=device_memory, results=results
     )
+
+
+def share_runs(settings: Sequence[Setting]) -> None:
+    """Let plans of `ample` memory that are plans of `tight` memory too be run only there."""
+
+    def key(workload: str, result: Result) -> tuple[str, str]:
+        assert result.estimate is not None, "distinct plans fit"
+        plan = result.estimate.plan
+        cluster = plan.cluster.model_copy(update={"device_memory": None})
+        return workload, decisions_hash(plan.model_copy(update={"cluster": cluster}))
+
+    tight = {
+        key(setting.workload, result): result
+        for setting in settings
+        if setting.device_memory is not None
+        for result in setting.distinct
+    }
+    for setting in settings:
+        for result in setting.distinct if setting.device_memory is None else ():
+            result.run_of = tight.get(key(setting.workload, result))
 
 
 def turns_of(predicted_s: float) -> Turns:
@@ -270,21 +293,21 @@ def options_of(result: Result, work: Work) -> RunOptions:
 
 
 def run(ranks: int, settings: Sequence[Setting]) -> None:
-    """Run the plans of each setting in turn, one setting after the other, on the same processes."""
+    """Run the plans of each workload in turn, one workload after the other, on the same processes."""
     folder = OUTPUT / f"{ranks}-ranks"
     folder.mkdir(parents=True, exist_ok=True)
     job = folder / "job.json"
-    content = [
-        [
+    content: dict[str, list[Any]] = {}
+    for setting in settings:
+        content.setdefault(setting.workload, []).extend(
             {
                 "options": json.loads(options_of(result, WORKLOADS[setting.workload]).dumps()),
                 "turns": result.turns.by_iteration(),
             }
             for result in setting.distinct
-        ]
-        for setting in settings
-    ]
-    job.write_text(json.dumps(content))
+            if result.run_of is None
+        )
+    job.write_text(json.dumps(list(content.values())))
     failed = launch_ranks([sys.executable, __file__, "--rank", str(job)], ranks, folder)
     if failed:
         sys.exit(f"bench-speedup: {failed[0]}; see {folder / 'logs'}")
@@ -311,9 +334,9 @@ def rank_main(path: Path) -> None:
     configure_logging(int(os.environ["RANK"]))
     initialize_distributed()
     groups = ProcessGroups()
-    for plans_of_setting in job:
+    for together in job:
         built = []
-        for tree in plans_of_setting:
+        for tree in together:
             prepared = prepare(RunOptions.from_tree(tree["options"]))
             tracer = Tracer(prepared.options.output / "trace", dist.get_rank())
             executor, _ = build_executor(prepared, groups, Observers(tracer=tracer))
@@ -333,14 +356,13 @@ def rank_main(path: Path) -> None:
 
 
 def show_setting(setting: Setting) -> None:
-    """Read and print what its plans did."""
+    """Print what its plans did, after `measure`."""
     by_name = {result.name: result for result in setting.results}
-    for result in setting.distinct:
-        measure(result)
     for result in setting.results:
-        if result.same_as is not None:
-            twin = by_name[result.same_as]
-            result.periods, result.line, result.calls = twin.periods, twin.line, twin.calls
+        if result.run_of is not None:
+            result.take(result.run_of)
+        elif result.same_as is not None:
+            result.take(by_name[result.same_as])
     base = by_name["heuristic"]
     for result in setting.results:
         head = {
@@ -363,6 +385,7 @@ def show_setting(setting: Setting) -> None:
                 "speedup_over_heuristic": round(speedup, 3) if speedup is not None else None,
                 **result.line,
                 **({"same_as": result.same_as} if result.same_as else {}),
+                **({"run_of": f"tight {result.run_of.name}"} if result.run_of else {}),
                 "device_memory_bytes": setting.device_memory,
             }
         )
@@ -388,13 +411,16 @@ def main() -> None:
     settings = {}
     for ranks in args.ranks:
         profile = profile_of(ranks)
-        found = [
-            plan_setting(ranks, workload, memory, profile, args.search_s)
-            for workload in args.workloads
-            for memory in args.memory
-        ]
-        planned = [setting for setting in found if setting is not None]
+        with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+            chosen = [(workload, memory) for workload in args.workloads for memory in args.memory]
+            jobs = [pool.submit(plan_setting, ranks, *one, profile, args.search_s) for one in chosen]
+            planned = [setting for setting in (job.result() for job in jobs) if setting is not None]
+        share_runs(planned)
         run(ranks, planned)
+        for setting in planned:
+            for result in setting.distinct:
+                if result.run_of is None:
+                    measure(result)
         for setting in planned:
             show_setting(setting)
             settings[ranks, setting.workload, setting.memory] = setting.results

@@ -48,11 +48,18 @@ class Result:
     """None: no such plan fits."""
     folder: Path
     same_as: str | None = None
+    """The first plan of the setting with the same decisions."""
+    run_of: Result | None = None
+    """The same plan under less device memory, whose run this one shares."""
     turns: Turns = Turns(number=2, iterations=2)
     periods: tuple[float, ...] = ()
     line: dict[str, Any] = field(default_factory=dict)
     calls: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Predicted and measured seconds by instruction."""
+
+    def take(self, other: Result) -> None:
+        """The measurements of another one."""
+        self.periods, self.line, self.calls = other.periods, other.line, other.calls
 
     @property
     def measured_s(self) -> float:
@@ -122,7 +129,7 @@ def sum_up(settings: Settings) -> Iterator[dict[str, Any]]:
         mine = {key: results for key, results in settings.items() if key[0] == ranks}
         own = {key: [r for r in results if r.periods and r.same_as is None] for key, results in mine.items()}
         errors = [
-            r.estimate.period_s / r.measured_s - 1 for results in own.values() for r in results if r.estimate
+            predicted(r) / r.measured_s - 1 for results in own.values() for r in results if r.run_of is None
         ]
         yield {
             "summary": "predicted iteration time",
