@@ -141,7 +141,7 @@ def profile_of(ranks: int) -> Path:
         "max_length": max(work.prompt + work.cap for work in works),
         "max_tokens": max(work.batch_size * (work.prompt + work.cap) for work in works),
         "seconds": 0.4 if ranks <= 2 else 0.2,
-        "repetitions": "[3,15]" if ranks <= 2 else "[2,8]",
+        "repetitions": "[2,15]" if ranks <= 2 else "[2,8]",
         "step": 8.0,
         "sequence_parallel": "false",
         **{f"megatron.{name}": json.dumps(value) for name, value in MEGATRON.items()},
@@ -260,7 +260,7 @@ def share_runs(settings: Sequence[Setting]) -> None:
 
 def turns_of(predicted_s: float) -> Turns:
     """How often a plan runs, by how long its iterations are thought to take."""
-    return Turns(number=3, iterations=4) if predicted_s < SHORT_S else Turns(number=2, iterations=2)
+    return Turns(number=3, iterations=3) if predicted_s < SHORT_S else Turns(number=2, iterations=2)
 
 
 def options_of(result: Result, work: Work) -> RunOptions:
@@ -413,8 +413,12 @@ def main() -> None:
         profile = profile_of(ranks)
         with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
             chosen = [(workload, memory) for workload in args.workloads for memory in args.memory]
-            jobs = [pool.submit(plan_setting, ranks, *one, profile, args.search_s) for one in chosen]
-            planned = [setting for setting in (job.result() for job in jobs) if setting is not None]
+            jobs = {
+                one: pool.submit(plan_setting, ranks, *one, profile, args.search_s)
+                for one in sorted(chosen, key=lambda one: one[1] != "tight")  # the longest ones first
+            }
+            found = [jobs[one].result() for one in chosen]
+            planned = [setting for setting in found if setting is not None]
         share_runs(planned)
         run(ranks, planned)
         for setting in planned:

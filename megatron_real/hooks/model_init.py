@@ -26,7 +26,8 @@ from megatron_real.realloc_ops.storage.local_shards import ShardedTensorLike
 
 __all__ = ["fill", "hash_elements", "initialize", "normal_from_hash"]
 
-_BLOCK_ELEMENTS = 2**20
+_BLOCK_ELEMENTS = 2**16
+"""At a time: what is in between stays in a core's cache."""
 _TABLE_BITS = 14
 _FRACTION_BITS = 36
 
@@ -42,34 +43,36 @@ _MIX = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 
 def _shift(value: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical right shift of int64."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def hash_elements(seed: int, key: str, index: torch.Tensor) -> torch.Tensor:
     """splitmix64 of each element's row-major position in the global tensor `key`; int64 in and out, any shape."""
     digest = hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=8).digest()
-    state = (index + 1) * _GOLDEN + int.from_bytes(digest, "little", signed=True)
-    state = (state ^ _shift(state, 30)) * _MIX[0]
-    state = (state ^ _shift(state, 27)) * _MIX[1]
-    return state ^ _shift(state, 31)
+    state = (index + 1).mul_(_GOLDEN).add_(int.from_bytes(digest, "little", signed=True))
+    state.bitwise_xor_(_shift(state, 30)).mul_(_MIX[0])
+    state.bitwise_xor_(_shift(state, 27)).mul_(_MIX[1])
+    return state.bitwise_xor_(_shift(state, 31))
 
 
 @functools.cache
-def _quantiles() -> tuple[float, ...]:
+def _quantiles(device: torch.device) -> torch.Tensor:
     """The normal distribution's quantiles at ``i / 2**_TABLE_BITS``; the ends are inside the first and last step."""
     steps = 2**_TABLE_BITS
     normal = NormalDist()
     edge = 1 / (8 * steps)
-    return tuple(normal.inv_cdf(min(max(i / steps, edge), 1 - edge)) for i in range(steps + 1))
+    quantiles = [normal.inv_cdf(min(max(i / steps, edge), 1 - edge)) for i in range(steps + 1)]
+    return torch.tensor(quantiles, dtype=torch.float64, device=device)
 
 
 def normal_from_hash(bits: torch.Tensor) -> torch.Tensor:
     """Standard normal numbers in float64 (up to 4.3 deviations) from int64 hashes."""
-    table = torch.tensor(_quantiles(), dtype=torch.float64, device=bits.device)
+    table = _quantiles(bits.device)
     step = _shift(bits, 64 - _TABLE_BITS)
-    fraction = (_shift(bits, 64 - _TABLE_BITS - _FRACTION_BITS) & ((1 << _FRACTION_BITS) - 1)).double()
-    low, high = table[step], table[step + 1]
-    return low + (high - low) * (fraction * 2.0**-_FRACTION_BITS)
+    fraction = _shift(bits, 64 - _TABLE_BITS - _FRACTION_BITS).bitwise_and_((1 << _FRACTION_BITS) - 1)
+    low = table.take(step)
+    high = table.take(step.add_(1))
+    return high.sub_(low).mul_(fraction.double().mul_(2.0**-_FRACTION_BITS)).add_(low)
 
 
 def fill(shard: ShardedTensorLike, value: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -77,7 +80,7 @@ def fill(shard: ShardedTensorLike, value: Callable[[torch.Tensor], torch.Tensor]
 
     Args:
         shard: its `data` is overwritten.
-        value: from int64 positions to values of the same shape; called on blocks of about a million elements.
+        value: from int64 positions to values of the same shape; called on blocks of about `_BLOCK_ELEMENTS`.
     """
     assert shard.data is not None
     data = shard.data.detach()

@@ -329,12 +329,10 @@ class _ModelBlock:
 
 
 def _corners(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Fewest and most sequences of the shortest and of the longest length."""
-    found: set[tuple[int, int]] = set()
-    lengths = [length for _, length in shapes]
-    for length in (min(lengths), max(lengths)):
-        rows = [sequences for sequences, other in shapes if other == length]
-        found |= {(min(rows), length), (max(rows), length)}
+    """Fewest and most sequences of the shortest length, fewest of the longest."""
+    short, long = min(length for _, length in shapes), max(length for _, length in shapes)
+    rows = [sequences for sequences, length in shapes if length == short]
+    found = {(min(rows), short), (max(rows), short), (min(rows), long)}
     return sorted(found, key=lambda shape: -shape[0] * shape[1])
 
 

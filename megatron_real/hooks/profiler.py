@@ -41,6 +41,8 @@ from megatron_real.process_groups import ProcessGroups
 __all__ = ["Progress", "run_profile"]
 
 _TIMEOUT_S = 600.0
+_WRITTEN_S = 2.0
+"""Between two writes of the file, at least: to write a long one takes as long as a short measurement."""
 Progress = Callable[[str, int, int], None]
 """Called on rank 0 with what is measured next, how many measurements are done, and how many there are."""
 Samples = list[list[Mapping[str, float]]]
@@ -83,6 +85,7 @@ class _Session:
         self._options = options
         self._rank = dist.get_rank()
         self.database = self._agree(provenance)
+        self._written_s = time.monotonic()
 
     def _agree(self, provenance: Provenance) -> ProfileDatabase:
         """What rank 0 found in the file, or an empty database of this device. Collective over WORLD.
@@ -116,7 +119,9 @@ class _Session:
                         progress(f"{block.name}: {unit.name}", done, total)
                     if not self._has(unit):  # another one may have made the same entries meanwhile
                         self._measure(unit, shared)
+                        self._write(every_s=_WRITTEN_S)
                     done += 1
+            self._write()
         if progress is not None and self._rank == 0:
             progress("done", total, total)
 
@@ -147,8 +152,12 @@ class _Session:
                 )
             )
         self.database = self.database.merged(entries)
-        if self._rank == 0:
+
+    def _write(self, every_s: float = 0.0) -> None:
+        """Write the file on rank 0, if the last time is so long ago."""
+        if self._rank == 0 and time.monotonic() - self._written_s >= every_s:
             self.database.dump(self._options.output)
+            self._written_s = time.monotonic()
 
     def _repeat(self, unit: Unit, shared: Any) -> Samples:
         """Warm up, then run the unit's works in turn, as often on every rank.

@@ -33,7 +33,7 @@ from megatron_real.plan_search.simulator import simulate
 from megatron_real.program import Program
 from megatron_real.trace import Span, SpanKind
 
-__all__ = ["Refinement", "beside", "busy_ranks", "priced_beside", "refine"]
+__all__ = ["Refinement", "beside", "busy_ranks", "option_beside", "priced_beside", "refine"]
 
 _ITERATIONS = 6
 _COUNTED = (3, 4)
@@ -187,22 +187,28 @@ def priced_beside(prices: Prices, problem: SearchProblem, others: Mapping[str, B
         others: by call, shares of its time by the number of other busy ranks of its node; a call that is missing has
             its node for itself.
     """
-    per_node = prices.cluster.devices_per_node
-
-    def priced(name: str, option: Option) -> Option:
-        own = min(option.size, per_node)
-        busy: dict[int, float] = defaultdict(float)
-        for number, share in others.get(name, {0: 1.0}).items():
-            busy[min(own + number, per_node)] += share
-        placement = option.placement(Mesh(0, option.size))
-        return replace(option, seconds=prices.call_s(problem.graph.call(name), placement, busy))
-
     return replace(
         problem,
         options={
             (name, size): tuple(
-                sorted((priced(name, option) for option in options), key=lambda option: option.seconds)
+                sorted(
+                    (option_beside(prices, problem, others, name, option) for option in options),
+                    key=lambda option: option.seconds,
+                )
             )
             for (name, size), options in problem.options.items()
         },
     )
+
+
+def option_beside(
+    prices: Prices, problem: SearchProblem, others: Mapping[str, Busy], name: str, option: Option
+) -> Option:
+    """One of them, of the call `name`."""
+    per_node = prices.cluster.devices_per_node
+    own = min(option.size, per_node)
+    busy: dict[int, float] = defaultdict(float)
+    for number, share in others.get(name, {0: 1.0}).items():
+        busy[min(own + number, per_node)] += share
+    placement = option.placement(Mesh(0, option.size))
+    return replace(option, seconds=prices.call_s(problem.graph.call(name), placement, busy))

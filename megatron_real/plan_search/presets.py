@@ -43,10 +43,20 @@ from megatron_real.plan_search.problem import Limits, Option, Progress, SearchPr
 from megatron_real.plan_search.strategies.fixed import Alike, Family, solve_families
 from megatron_real.plan_search.strategies.greedy import least_memory
 
-__all__ = ["PRESETS", "least_memory", "preset_families", "solve_preset", "split", "symmetric"]
+__all__ = [
+    "PRESETS",
+    "WHOLE_CLUSTER",
+    "least_memory",
+    "preset_families",
+    "solve_preset",
+    "split",
+    "symmetric",
+]
 
 PRESETS = ("heuristic", "symmetric", "split", "hybrid", "colocated")
 """Kinds that `solve_preset` knows."""
+WHOLE_CLUSTER = ("heuristic", "symmetric", "hybrid", "colocated")
+"""Those whose calls all run on all ranks, one after the other."""
 
 _FIRST_HALF = ("actor", "ref")
 
@@ -250,11 +260,13 @@ def _heuristic(problem: SearchProblem) -> Iterator[Family | None]:
     )
 
 
-def _symmetric_families(problem: SearchProblem) -> Iterator[Family | None]:
-    yield _whole_cluster(problem, _models_alike(problem))
+def _symmetric_families(problem: SearchProblem, *, start: bool = False) -> Iterator[Family | None]:
+    family = _whole_cluster(problem, _models_alike(problem))
+    yield dataclasses.replace(family, start=start) if family is not None else None
 
 
 def _colocated(problem: SearchProblem) -> Iterator[Family | None]:
+    yield from _symmetric_families(problem, start=True)
     yield _whole_cluster(problem, _each_model_alike(problem))
 
 

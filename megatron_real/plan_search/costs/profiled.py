@@ -6,7 +6,8 @@ layer's time; `OpTime.communication_s` is what the same profile says that they t
 What was not measured is refused, with what to measure.
 
 Between points: linear in sequences, contexts, tokens and bytes; logarithmic in the length, whose square attention
-takes. Beyond the largest point: in proportion to the tokens; contexts, bytes and parameters by their last slope.
+takes. Beyond the largest point: layers in proportion to the tokens; contexts, bytes, parameters and what comes once per
+pass by their last slope.
 
 Invariants (tests/unit/plan_search/test_profiled.py):
     - at a measured point of one stage, embedding + layers + head are the measured pass;
@@ -258,11 +259,12 @@ class ProfiledCost:
         key = (operation, pass_, shape, grid.tp, grid.sp, grid.tp_nodes, vocabulary)
         if key not in self._surfaces:
             entries = self._of_layout(self._need(operation, pass_, shape), operation, grid, vocabulary)
-            decode = pass_ is Pass.DECODE
-            axis = "context" if decode else "length"
+            axis = "context" if pass_ is Pass.DECODE else "length"
             points = {(entry.at["sequences"], entry.at[axis]): entry.median_s for entry in entries}
+            # Most of a decode step, and of what comes once per pass, is the same for any number of sequences.
+            fixed = pass_ is Pass.DECODE or operation is Operation.REST
             self._surfaces[key] = Surface.through(
-                points, beyond="slope" if decode else "proportional", log=not decode
+                points, beyond="slope" if fixed else "proportional", log=not fixed
             )
         return self._surfaces[key]
 

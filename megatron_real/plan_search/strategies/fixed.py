@@ -46,6 +46,8 @@ class Family:
     problem: SearchProblem
     """With the options that the kind allows, and a window pinned for every call."""
     alike: tuple[Alike, ...] = ()
+    start: bool = False
+    """A small part of another kind, searched before it: for a plan to start from."""
 
 
 def solve_families(
@@ -68,13 +70,13 @@ def solve_families(
     """
     run = _Run(limits, progress)
     searches = sorted(
-        (_FamilySearch(family, run) for family in families), key=lambda search: search.root_bound_s
+        (_FamilySearch(family, run) for family in families),
+        key=lambda search: (not search.start, search.root_bound_s),
     )
-    for search in searches:
-        if not run.worth(search.root_bound_s):
-            break
-        run.lower_bound_s = search.root_bound_s
-        search.solve()
+    for index, search in enumerate(searches):
+        if run.worth(search.root_bound_s):
+            run.lower_bound_s = min(left.root_bound_s for left in searches[index:])
+            search.solve()
     cut = run.stopped()
     roots = [search.root_bound_s for search in searches]
     bound = min(run.best_s, min(roots, default=run.best_s)) if cut else run.best_s
@@ -161,6 +163,7 @@ class _Node:
 
 class _FamilySearch:
     def __init__(self, family: Family, run: _Run) -> None:
+        self.start = family.start
         self._problem = family.problem
         self._graph = graph = family.problem.graph
         self._run = run

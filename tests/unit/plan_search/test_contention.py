@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from megatron_real.algorithms.graphs import ppo_graph
+from megatron_real.layout import Mesh
 from megatron_real.plan_search import presets
 from megatron_real.plan_search.contention import Refinement, busy_ranks, refine
 from megatron_real.plan_search.costs.calls import CallCost
@@ -17,7 +18,8 @@ from megatron_real.plan_search.inputs import PlanInputs
 from megatron_real.plan_search.planner import Planner
 from megatron_real.plan_search.planner_inputs import planner_of
 from megatron_real.plan_search.pricing import Busy, Prices
-from megatron_real.plan_search.problem import Limits
+from megatron_real.plan_search.problem import Choice, Limits
+from megatron_real.plan_search.refined_search import _Searches
 from megatron_real.plan_search.report import search_lines
 from megatron_real.plan_search.simulator import Simulation, TransferTime, simulate
 from megatron_real.plan_search.space import Pin, SpaceOptions
@@ -207,6 +209,40 @@ def test_the_search_compares_plans_at_refined_prices() -> None:
     assert "at prices before they were refined" in text
     assert f"the best of {found.refined.compared} plans" in text
     assert "4 ranks share the 2 cores of a node" in text
+
+
+def test_from_a_slow_plan_single_calls_are_changed_until_nothing_is_faster() -> None:
+    one = ranks(4)
+    problem = one.space(OPTIONS).problem
+    slow = {
+        call.name: Choice(Mesh(0, 1), problem.options_on(call.name, Mesh(0, 1))[-1])
+        for call in one.graph.calls
+    }
+    searches = _Searches(one, "exact", problem, LIMITS, end=0.0)
+    start = searches._new(slow, None)
+    assert start is not None
+    searches.change(until=0.0)
+    assert searches.best is start  # no time
+    searches.change(until=float("inf"))
+    best = searches.best
+    assert not best.estimate.problems
+    assert best.estimate.period_s < 0.7 * start.estimate.period_s
+    assert one.estimate(best.estimate.plan).period_s == best.estimate.period_s
+    count = len(searches.found)
+    searches.change(until=float("inf"))
+    assert searches.best is best
+    assert len(searches.found) - count <= 16
+
+
+@pytest.mark.parametrize("name", presets.WHOLE_CLUSTER)
+def test_calls_on_all_ranks_cost_the_same_whatever_is_assumed_beside_them(name: str) -> None:
+    one = ranks(4)
+    found = one.search(name, limits=LIMITS, options=OPTIONS)
+    assert found.refined is not None
+    assert found.refined.compared == 1
+    assert found.estimate.refinement is not None
+    assert found.estimate.period_s == pytest.approx(found.estimate.refinement.unrefined_s)
+    assert all(busy == pytest.approx(4) for busy in found.estimate.refinement.mean_busy().values())
 
 
 def test_refined_prices_lie_between_a_call_by_itself_and_one_among_all_ranks() -> None:

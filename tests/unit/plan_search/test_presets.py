@@ -249,6 +249,11 @@ def test_kinds_contain_each_other() -> None:
         assert periods["symmetric"] <= periods["heuristic"]
         assert colocated.lower_bound_s <= periods["symmetric"] * (1 + 1e-9)
         assert colocated.period_s <= periods["symmetric"] * 1.02 + 1e-9
+        symmetric = solve_preset("symmetric", problem, Limits(time_s=20))
+        if symmetric.assignment is not None:  # which it starts from, so that it is no slower however it ends
+            cut = solve_preset("colocated", problem, Limits(time_s=20, evaluations=symmetric.evaluations + 1))
+            assert cut.period_s <= symmetric.period_s * (1 + 1e-9)
+            assert cut.lower_bound_s <= cut.period_s
 
 
 def test_tp_fills_the_node_and_pp_crosses_the_nodes() -> None:

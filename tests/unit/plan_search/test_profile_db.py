@@ -131,7 +131,8 @@ def test_the_grid_covers_what_was_asked_for(
     for length in lengths:
         counts = [count for count, one in shapes if one == length]
         assert max(counts) == max(1, min(sequences, max_tokens // length))
-        assert set(counts) - {max(counts)} == {count for count in rows if count < max(counts)}
+        assert {1, max(counts)} <= set(counts) <= {*rows, max(counts)}
+        assert all(high <= (low + 0.5) * step**1.5 + 0.5 for low, high in pairwise(sorted(counts)))
     assert ProfileOptions.loads(options.dumps()) == options
 
 
