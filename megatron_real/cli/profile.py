@@ -124,7 +124,7 @@ def _measure(options: ProfileOptions) -> None:
     from megatron_real.hooks.pinning import pin_rank  # imports torch
 
     pin_rank()
-    from megatron_real.hooks.profiler import run_profile
+    from megatron_real.hooks.profiling.profiler import run_profile
 
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

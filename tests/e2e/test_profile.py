@@ -15,10 +15,10 @@ from megatron_real.config import megatron_arguments
 from megatron_real.dataflow import CallType
 from megatron_real.errors import ConfigError, PlanError
 from megatron_real.hooks import pinning
-from megatron_real.hooks.profile_calls import DECODE_STEPS, Shape, generate_call, infer_call, train_call
-from megatron_real.hooks.profile_clock import Marks, median, probed, quartile_range
-from megatron_real.hooks.profile_models import Copies, describe_roles
-from megatron_real.hooks.profiler import run_profile
+from megatron_real.hooks.profiling.calls import DECODE_STEPS, Shape, generate_call, infer_call, train_call
+from megatron_real.hooks.profiling.clock import Marks, median, probed, quartile_range
+from megatron_real.hooks.profiling.models import Copies, describe_roles
+from megatron_real.hooks.profiling.profiler import run_profile
 from megatron_real.plan import ClusterSpec, LayoutSpec, Placement
 from megatron_real.plan_search.cluster import Cluster, Device
 from megatron_real.plan_search.costs.calls import CallPricer

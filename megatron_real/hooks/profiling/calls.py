@@ -27,7 +27,7 @@ from megatron_real.dataflow import Call, CallType, KeySpec, Per
 from megatron_real.hooks import cpu_device, forward, generation
 from megatron_real.hooks.model_copy import ModelCopy
 from megatron_real.hooks.padding import pad_microbatch
-from megatron_real.hooks.profile_clock import Marks, median, probed, timed
+from megatron_real.hooks.profiling.clock import Marks, median, probed, timed
 
 __all__ = [
     "DECODE_STEPS",

@@ -1,7 +1,7 @@
 """The list of measurements of a profile: which entries each makes, and what it runs.
 
-Measurements that share models stand in one block, so that these are built once. The list follows from the options and
-the models alone: all ranks have the same one, in the same order.
+Measurements that share models stand in one block, so that these are built once. The list follows from the options, the
+models, and whether ranks share cores: all ranks have the same one, in the same order.
 
 Invariants (tests/e2e/test_profile.py):
     - a unit makes exactly the entries that it says.
@@ -9,17 +9,15 @@ Invariants (tests/e2e/test_profile.py):
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from megatron_real.dataflow import CallType
-from megatron_real.hooks import profile_comm
 from megatron_real.hooks.model_copy import ModelCopy
-from megatron_real.hooks.profile_calls import (
+from megatron_real.hooks.profiling import communication, machine
+from megatron_real.hooks.profiling.blocks import At, Block, Target, Unit
+from megatron_real.hooks.profiling.calls import (
     DECODE_STEPS,
     Shape,
     embedding_seconds,
@@ -28,66 +26,15 @@ from megatron_real.hooks.profile_calls import (
     prepare_seconds,
     train_call,
 )
-from megatron_real.hooks.profile_clock import timed
-from megatron_real.hooks.profile_models import Copies, ProfiledRole
+from megatron_real.hooks.profiling.models import Copies, ProfiledRole
 from megatron_real.layout import Layout
-from megatron_real.plan_search.costs.operations import Collective, Pass
+from megatron_real.plan_search.costs.operations import Pass
 from megatron_real.plan_search.parameters import stage_parameters
-from megatron_real.plan_search.profile_db import Entry, EntryKey, Operation, head_key, layer_key
+from megatron_real.plan_search.profile_db import Operation, head_key, layer_key
 from megatron_real.plan_search.profile_options import ProfileOptions
 from megatron_real.process_groups import ProcessGroups
 
-__all__ = ["Block", "Target", "Unit", "Work", "blocks"]
-
-Work = Callable[[], Mapping[str, float]]
-"""One repetition: seconds by name."""
-Values = Callable[[Sequence[Mapping[str, float]]], float]
-"""From one repetition of every work of a unit to the seconds of an entry."""
-At = dict[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """An entry that a unit makes."""
-
-    operation: Operation
-    kind: str = ""
-    shape: str = ""
-    at: At = field(default_factory=dict)
-    value: Values
-
-    @property
-    def key(self) -> EntryKey:
-        return Entry(
-            operation=self.operation,
-            kind=self.kind,
-            shape=self.shape,
-            at=self.at,
-            median_s=0.0,
-            spread_s=0.0,
-            repetitions=1,
-        ).key
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """One measurement."""
-
-    name: str
-    """For people."""
-    targets: tuple[Target, ...]
-    works: Callable[[Any], Sequence[Work]]
-    """From what the block builds to what is run, alternating. Collective over WORLD, as is running it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """Measurements that share what they run on."""
-
-    name: str
-    units: tuple[Unit, ...]
-    built: Callable[[], contextlib.AbstractContextManager[Any]]
-    """What they share. Collective over WORLD."""
+__all__ = ["blocks"]
 
 
 def blocks(
@@ -115,14 +62,14 @@ def blocks(
         for tp in role.tps:
             for sp in (False, True) if tp > 1 and options.sequence_parallel else (False,):
                 yield _ModelBlock(options, role, tp, sp).block(copies, corners=corners)
-    for size in profile_comm.group_sizes(options.num_ranks, options.devices_per_node):
-        yield _collectives(options, groups, size)
-    yield from _messages(options, groups)
-    yield _copies(options)
+    for size in communication.group_sizes(options.num_ranks, options.devices_per_node):
+        yield machine.collectives(options, groups, size)
+    yield from machine.messages(options, groups)
+    yield machine.memory_copies(options)
     if cores_shared:
         per_node = options.devices_per_node
         for tp in (tp for tp in models[0].tps if tp < per_node and per_node % tp == 0):
-            yield _contention(options, models[0], tp, copies)
+            yield machine.contention(options, models[0], tp, copies)
 
 
 class _ModelBlock:
@@ -334,128 +281,3 @@ def _corners(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     rows = [sequences for sequences, length in shapes if length == short]
     found = {(min(rows), short), (max(rows), short), (min(rows), long)}
     return sorted(found, key=lambda shape: -shape[0] * shape[1])
-
-
-# -- communication ------------------------------------------------------------------------------------------------
-
-
-def _repeated(work: Callable[[], Any], num_bytes: int) -> Work:
-    """Short ones several times in a row."""
-    times = 20 if num_bytes <= 1 << 16 else 5 if num_bytes <= 1 << 20 else 1
-    return lambda: {"one": timed(work, times)}
-
-
-def _first(works: Sequence[Mapping[str, float]]) -> float:
-    return works[0]["one"]
-
-
-def _collectives(options: ProfileOptions, groups: ProcessGroups, size: int) -> Block:
-    nodes = max(1, size // options.devices_per_node)
-
-    def unit(kind: Collective, num_bytes: int) -> Unit:
-        at: At = {"group": size, "num_nodes": nodes, "bytes": num_bytes}
-        return Unit(
-            name=f"{kind} of {num_bytes} bytes",
-            targets=(Target(operation=Operation.COLLECTIVE, kind=kind, at=at, value=_first),),
-            works=lambda member: [_repeated(profile_comm.collective(kind, num_bytes, member), num_bytes)],
-        )
-
-    units = tuple(unit(kind, num_bytes) for kind in Collective for num_bytes in options.byte_grid())
-    return Block(name=f"{size} ranks", units=units, built=lambda: _member(groups, size))
-
-
-def _messages(options: ProfileOptions, groups: ProcessGroups) -> Iterator[Block]:
-    """Between neighbours of a node, and between nodes."""
-    works = {
-        Operation.POINT_TO_POINT: (profile_comm.ping_pong, 0.5),
-        Operation.EXCHANGE: (profile_comm.exchange, 1.0),
-    }
-
-    def unit(operation: Operation, num_bytes: int, within: bool) -> Unit:
-        make, share = works[operation]
-        at: At = {"within_node": int(within), "bytes": num_bytes}
-        return Unit(
-            name=f"{operation} of {num_bytes} bytes",
-            targets=(Target(operation=operation, at=at, value=lambda works: share * works[0]["one"]),),
-            works=lambda member: [_repeated(make(num_bytes, member, groups.rank), num_bytes)],
-        )
-
-    places = []
-    if options.devices_per_node > 1:
-        places.append((True, 2 if options.devices_per_node % 2 == 0 else options.devices_per_node))
-    if options.num_nodes > 1:
-        places.append((False, options.num_ranks))
-    for within, size in places:
-        units = tuple(
-            unit(operation, num_bytes, within) for operation in works for num_bytes in options.byte_grid()
-        )
-        name = "messages in a node" if within else "messages between nodes"
-        yield Block(name=name, units=units, built=partial(_member, groups, size))
-
-
-@contextlib.contextmanager
-def _member(groups: ProcessGroups, size: int) -> Iterator[profile_comm.GroupOfRank]:
-    yield profile_comm.join(groups, size)
-
-
-def _copies(options: ProfileOptions) -> Block:
-    def unit(operation: Operation, num_bytes: int) -> Unit:
-        which = 0 if operation is Operation.LOCAL_COPY else 1
-        return Unit(
-            name=f"{operation} of {num_bytes} bytes",
-            targets=(Target(operation=operation, at={"bytes": float(num_bytes)}, value=_first),),
-            works=lambda _: [_repeated(profile_comm.copies(num_bytes)[which], num_bytes)],
-        )
-
-    operations = (Operation.LOCAL_COPY, Operation.HOST_COPY)
-    units = tuple(unit(operation, num_bytes) for operation in operations for num_bytes in options.byte_grid())
-    return Block(name="copies", units=units, built=contextlib.nullcontext)
-
-
-# -- ranks that share a node --------------------------------------------------------------------------------------
-
-
-def _contention(options: ProfileOptions, role: ProfiledRole, tp: int, copies: Copies) -> Block:
-    """Passes, and optimizer steps, on some ranks of each node while the others wait: a group, two, four, ... and all.
-
-    Of the shortest and of a middle micro-batch: short passes mostly wait for others, and leave cores to them.
-    """
-    per_node = options.devices_per_node
-    counts = sorted({*(tp * 2**power for power in range(20) if tp * 2**power <= per_node), per_node})
-    lengths, sequences = options.length_grid(), options.sequence_grid()
-    middle = Shape(sequences[len(sequences) // 2], lengths[len(lengths) // 2])
-    layers = options.layers[1]
-    rank = copies.rank % per_node
-
-    def unit(call: Callable[[ModelCopy, Shape], dict[str, float]], shape: Shape, busy: int) -> Unit:
-        def target(kind: str, name: str, number: int) -> Target:
-            at = {"tp": tp, "sequences": shape.sequences, "length": shape.length, "busy": float(busy)}
-            return Target(
-                operation=Operation.CONTENTION,
-                kind=kind,
-                at=at,
-                value=lambda works: works[0][name] / number,
-            )
-
-        if call is generate_call:
-            targets = [target(Pass.PREFILL, "prefill", layers), target(Pass.DECODE, "decode", layers)]
-        else:
-            targets = [
-                target(Pass.TRAIN_FORWARD, "forward", layers),
-                target(Pass.BACKWARD, "backward", layers),
-                target(Operation.OPTIMIZER, "step", 1),
-            ]
-        return Unit(
-            name=f"{call.__name__.removesuffix('_call')} {shape.sequences} x {shape.length} on {busy} ranks of a node",
-            targets=tuple(targets),
-            works=lambda pair: [lambda: call(pair[1], shape) if rank < busy else {}],
-        )
-
-    units = [
-        unit(call, shape, busy)
-        for shape in (Shape(1, lengths[0]), middle)
-        for call in (generate_call, train_call)
-        for busy in counts
-    ]
-    built = partial(copies.pair, role, tp, False, options.layers)
-    return Block(name=f"contention tp={tp}", units=tuple(units), built=built)

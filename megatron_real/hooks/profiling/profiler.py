@@ -30,9 +30,10 @@ from megatron_real.errors import ConfigError
 from megatron_real.hooks import cpu_device
 from megatron_real.hooks.launch import configure_logging, initialize_distributed
 from megatron_real.hooks.pinning import is_pinned, num_cores
-from megatron_real.hooks.profile_clock import median, quartile_range
-from megatron_real.hooks.profile_models import Copies, describe_roles
-from megatron_real.hooks.profile_units import Block, Unit, Work, blocks
+from megatron_real.hooks.profiling.blocks import Block, Unit, Work
+from megatron_real.hooks.profiling.clock import median, quartile_range
+from megatron_real.hooks.profiling.models import Copies, describe_roles
+from megatron_real.hooks.profiling.units import blocks
 from megatron_real.plan_search.cluster import device_names
 from megatron_real.plan_search.profile_db import Entry, ProfileDatabase, Provenance
 from megatron_real.plan_search.profile_options import ProfileOptions

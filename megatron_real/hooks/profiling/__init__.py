@@ -1,0 +1,1 @@
+"""Measuring a profile: what the search prices with."""
