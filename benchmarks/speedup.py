@@ -221,6 +221,11 @@ class Setting:
         """Of those that fit, one of each."""
         return [result for result in self.results if result.estimate is not None and result.same_as is None]
 
+    @property
+    def run_here(self) -> list[Result]:
+        """Of these, those whose run is their own, after `share_runs`."""
+        return [result for result in self.distinct if result.run_of is None]
+
 
 def plan_setting(ranks: int, workload: str, memory: str, profile: Path, search_s: float) -> Setting | None:
     """Find the plans of one setting; None where there is no tight memory."""
@@ -304,8 +309,7 @@ def run(ranks: int, settings: Sequence[Setting]) -> None:
                 "options": json.loads(options_of(result, WORKLOADS[setting.workload]).dumps()),
                 "turns": result.turns.by_iteration(),
             }
-            for result in setting.distinct
-            if result.run_of is None
+            for result in setting.run_here
         )
     job.write_text(json.dumps(list(content.values())))
     failed = launch_ranks([sys.executable, __file__, "--rank", str(job)], ranks, folder)
@@ -417,14 +421,12 @@ def main() -> None:
                 one: pool.submit(plan_setting, ranks, *one, profile, args.search_s)
                 for one in sorted(chosen, key=lambda one: one[1] != "tight")  # the longest ones first
             }
-            found = [jobs[one].result() for one in chosen]
-            planned = [setting for setting in found if setting is not None]
+            planned = [setting for one in chosen if (setting := jobs[one].result()) is not None]
         share_runs(planned)
         run(ranks, planned)
         for setting in planned:
-            for result in setting.distinct:
-                if result.run_of is None:
-                    measure(result)
+            for result in setting.run_here:
+                measure(result)
         for setting in planned:
             show_setting(setting)
             settings[ranks, setting.workload, setting.memory] = setting.results

@@ -260,13 +260,13 @@ def _heuristic(problem: SearchProblem) -> Iterator[Family | None]:
     )
 
 
-def _symmetric_families(problem: SearchProblem, *, start: bool = False) -> Iterator[Family | None]:
-    family = _whole_cluster(problem, _models_alike(problem))
-    yield dataclasses.replace(family, start=start) if family is not None else None
+def _symmetric_families(problem: SearchProblem) -> Iterator[Family | None]:
+    yield _whole_cluster(problem, _models_alike(problem))
 
 
 def _colocated(problem: SearchProblem) -> Iterator[Family | None]:
-    yield from _symmetric_families(problem, start=True)
+    for family in _symmetric_families(problem):
+        yield dataclasses.replace(family, start=True) if family is not None else None
     yield _whole_cluster(problem, _each_model_alike(problem))
 
 

@@ -86,6 +86,11 @@ class ProfileOptions(BaseModel):
             min(self.max_length, max(_SHORTEST, self.max_length // 16)), self.max_length, self.step
         )
 
+    def middle_shape(self) -> tuple[int, int]:
+        """(sequences, length) in the middle of the grids."""
+        sequences, lengths = self.sequence_grid(), self.length_grid()
+        return sequences[len(sequences) // 2], lengths[len(lengths) // 2]
+
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """(sequences, length), largest first: what does not fit shows at once.
 
@@ -101,8 +106,7 @@ class ProfileOptions(BaseModel):
 
     def byte_grid(self) -> tuple[int, ...]:
         """Bytes of messages to measure at."""
-        kibibytes = _geometric(1, max(1, self.max_bytes // 1024), 8.0)
-        return tuple(min(1024 * number, self.max_bytes) for number in kibibytes)
+        return _geometric(min(1024, self.max_bytes), self.max_bytes, 8.0)
 
     def dumps(self) -> str:
         """JSON text."""
@@ -141,8 +145,7 @@ def _problems(error: ValidationError) -> list[Problem]:
 
 
 def _geometric(first: int, last: int, factor: float) -> tuple[int, ...]:
-    """`first`, `last`, and whole numbers evenly between them, of which neighbours differ by about `factor` at most."""
+    """`first`, `last`, and whole numbers evenly between them, rounded up; neighbours differ by `factor` at most."""
     steps = math.ceil(math.log(last / first) / math.log(factor) - 1e-9)
-    return tuple(
-        sorted({round(first * (last / first) ** (step / max(steps, 1))) for step in range(steps + 1)})
-    )
+    between = (first * (last / first) ** (step / steps) for step in range(1, steps))
+    return tuple(sorted({first, *(math.ceil(point - 1e-9) for point in between), last}))

@@ -164,20 +164,22 @@ class _Searches:
 
     def _changed(self, plan: _Found, until: float) -> _Found | None:
         """A plan that is faster by a change of one call; None if none was found, or after the end."""
-        problem, prices, others = self._problem, self._planner.prices, self._beside(plan)
-
-        def priced(name: str, choice: Choice) -> Choice:
-            return Choice(choice.mesh, option_beside(prices, problem, others, name, choice.option))
-
+        prices, others = self._planner.prices, self._beside(plan)
+        problem = priced_beside(prices, self._problem, others)
         kernel = Kernel(problem)
-        now = {name: priced(name, choice) for name, choice in plan.assignment.items()}
+        now = {
+            name: Choice(choice.mesh, option_beside(prices, problem, others, name, choice.option))
+            for name, choice in plan.assignment.items()
+        }
         longest_s = _HOPEFUL * kernel.evaluate(now, plan.order).period_s
         hopeful: list[tuple[float, str, Choice]] = []
         for name in now:
             for mesh in problem.meshes_of(name):
+                if time.monotonic() > until:
+                    return None
                 for option in problem.options_on(name, mesh):
                     choice = Choice(mesh, option)
-                    then = kernel.evaluate({**now, name: priced(name, choice)}, plan.order)
+                    then = kernel.evaluate({**now, name: choice}, plan.order)
                     if then.fits and then.period_s <= longest_s:
                         hopeful.append((then.period_s, name, choice))
         for _, name, choice in nsmallest(_TRIED, hopeful, key=lambda one: one[0]):

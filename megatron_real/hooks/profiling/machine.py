@@ -111,8 +111,6 @@ def contention(options: ProfileOptions, role: ProfiledRole, tp: int, copies: Cop
     """
     per_node = options.devices_per_node
     counts = sorted({*(tp * 2**power for power in range(20) if tp * 2**power <= per_node), per_node})
-    lengths, sequences = options.length_grid(), options.sequence_grid()
-    middle = Shape(sequences[len(sequences) // 2], lengths[len(lengths) // 2])
     layers = options.layers[1]
     rank = copies.rank % per_node
 
@@ -142,7 +140,7 @@ def contention(options: ProfileOptions, role: ProfiledRole, tp: int, copies: Cop
 
     units = [
         unit(call, shape, busy)
-        for shape in (Shape(1, lengths[0]), middle)
+        for shape in (Shape(1, options.length_grid()[0]), Shape(*options.middle_shape()))
         for call in (generate_call, train_call)
         for busy in counts
     ]

@@ -83,9 +83,7 @@ class _ModelBlock:
         self._where: At = {"tp": tp, "sp": int(sp), "tp_nodes": nodes}
         self._few, self._many = options.layers
         self._lengths = options.length_grid()
-        self._middle = Shape(
-            options.sequence_grid()[len(options.sequence_grid()) // 2], self._lengths[len(self._lengths) // 2]
-        )
+        self._middle = Shape(*options.middle_shape())
 
     @property
     def _vocab(self) -> At:

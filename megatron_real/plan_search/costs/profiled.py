@@ -223,6 +223,10 @@ class ProfiledCost:
             }
             points: dict[float, dict[float, float]] = {}
             for (sequences, length, busy), one in seconds.items():
+                if (sequences, length, all_busy) not in seconds:
+                    raise self._missing(
+                        f"contention of {kind} with tp={tp} on all {all_busy} ranks of a node", "fewer only"
+                    )
                 slowest = seconds[sequences, length, all_busy]
                 points.setdefault(busy, {})[slowest] = min(one, slowest)
             self._slower[key] = {busy: _from_nothing(of_busy) for busy, of_busy in points.items()}

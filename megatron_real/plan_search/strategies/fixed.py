@@ -73,13 +73,13 @@ def solve_families(
         (_FamilySearch(family, run) for family in families),
         key=lambda search: (not search.start, search.root_bound_s),
     )
-    for index, search in enumerate(searches):
+    least_s = min((search.root_bound_s for search in searches), default=float("inf"))
+    for search in searches:
         if run.worth(search.root_bound_s):
-            run.lower_bound_s = min(left.root_bound_s for left in searches[index:])
+            run.lower_bound_s = least_s if search.start else search.root_bound_s
             search.solve()
     cut = run.stopped()
-    roots = [search.root_bound_s for search in searches]
-    bound = min(run.best_s, min(roots, default=run.best_s)) if cut else run.best_s
+    bound = min(run.best_s, least_s) if cut else run.best_s
     return Solution(
         strategy=name,
         assignment=run.best,

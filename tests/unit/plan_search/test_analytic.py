@@ -265,6 +265,10 @@ def test_adam_moves_34_bytes_per_owned_parameter_and_zeroes_the_gradients() -> N
     mixed, single = ModelSpec(shape=DENSE), ModelSpec(shape=DENSE, param_dtype="float32")
     assert slow.optimizer_step(mixed, 100, 25, Grid()) == pytest.approx(25 * 34 + 100 * 4 + 0.5)
     assert slow.optimizer_step(single, 100, 100, Grid()) == pytest.approx(100 * 32 + 100 * 4 + 0.5)
+    shared = costs(hbm_bytes_per_s=1.0, cores_per_node=2)
+    assert shared.optimizer_step(mixed, 100, 25, Grid(busy_ranks=4)) == pytest.approx(
+        2 * (25 * 34 + 100 * 4) + 0.5
+    )
 
 
 def test_copies_and_messages() -> None:

@@ -114,25 +114,31 @@ def test_an_entry_says_how_often_it_was_measured() -> None:
     length=st.integers(2, 5000),
     step=st.floats(1.5, 8.0),
     max_tokens=st.integers(1, 100_000),
+    max_bytes=st.integers(1, 100_000),
 )
 def test_the_grid_covers_what_was_asked_for(
-    sequences: int, length: int, step: float, max_tokens: int
+    sequences: int, length: int, step: float, max_tokens: int, max_bytes: int
 ) -> None:
     options = ProfileOptions(
-        devices_per_node=2, max_sequences=sequences, max_length=length, step=step, max_tokens=max_tokens
+        devices_per_node=2,
+        max_sequences=sequences,
+        max_length=length,
+        step=step,
+        max_tokens=max_tokens,
+        max_bytes=max_bytes,
     )
     rows, lengths = options.sequence_grid(), options.length_grid()
     assert (rows[0], rows[-1], lengths[-1]) == (1, sequences, length)
     for grid in (rows, lengths):
         assert list(grid) == sorted(set(grid))
-        assert all(high <= (low + 0.5) * step + 0.5 for low, high in pairwise(grid))  # whole numbers
+        assert all(high <= low * step + 1 for low, high in pairwise(grid))
     shapes = options.shapes()
     assert {one for _, one in shapes} == set(lengths)
     for length in lengths:
         counts = [count for count, one in shapes if one == length]
         assert max(counts) == max(1, min(sequences, max_tokens // length))
-        assert {1, max(counts)} <= set(counts) <= {*rows, max(counts)}
-        assert all(high <= (low + 0.5) * step**1.5 + 0.5 for low, high in pairwise(sorted(counts)))
+        assert set(counts) - {max(counts)} == {count for count in rows if count < max(counts)}
+    assert options.byte_grid()[-1] == options.max_bytes
     assert ProfileOptions.loads(options.dumps()) == options
 
 

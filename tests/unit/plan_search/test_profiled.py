@@ -90,6 +90,13 @@ def test_beyond_the_grid_time_grows_with_the_tokens_and_contexts_by_their_slope(
     assert COST.layer(MODEL, 0, Pass.DECODE, decode, Grid()).total_s == pytest.approx(layer_s(16, 512, 1))
 
 
+def test_what_comes_once_per_pass_grows_by_its_slope() -> None:
+    for sequences, length in ((4, 128), (16, 512)):
+        one = batch(sequences, length)
+        ends = [part(MODEL, Pass.FORWARD, one, Grid()).total_s for part in (COST.embedding, COST.head)]
+        assert sum(ends) == pytest.approx(rest_s(sequences, length))
+
+
 def test_ragged_sequences_are_priced_by_their_tokens_and_squares() -> None:
     # Of eight sequences four have 256 tokens and four none: four of 256.
     ragged = MicroBatch(8, 128, 128, 8, square_length=256**2 / 2)
@@ -144,8 +151,8 @@ def test_ranks_that_share_cores_slow_each_other() -> None:
     assert price(2, **shared) == pytest.approx(alone / 2)
     with pytest.raises(PlanError, match="found no 4 ranks of a node at work at once; it has up to 2"):
         price(4)
-    own_memory = {"device_model": "Some GPU", **shared}
-    assert price(1, **own_memory) == pytest.approx(alone)  # what computes is no core
+    own_device = {"device_model": "Some GPU", **shared}
+    assert price(1, **own_device) == pytest.approx(alone)  # what computes is no core
 
 
 def shared_with(*entries: Entry) -> ProfiledCost:
@@ -191,6 +198,11 @@ def test_by_how_much_ranks_slow_each_other_depends_on_what_they_do() -> None:
         layer(Pass.TRAIN_FORWARD)(Grid(busy_ranks=2))
     with pytest.raises(PlanError, match="contention of decode with tp=2"):
         layer(Pass.DECODE)(Grid(tp=2, busy_ranks=2))
+    interrupted = shared_with(contention(Pass.DECODE, 1, 2, 16, 1e-3))
+    with pytest.raises(
+        PlanError, match=r"on all 4 ranks of a node; it has fewer only\. Measure it with megatron-real"
+    ):
+        interrupted.layer(MODEL, 0, Pass.DECODE, batch(4, 64, decode=True), Grid(busy_ranks=2))
 
 
 @given(
